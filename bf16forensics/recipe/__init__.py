@@ -1,0 +1,1 @@
+"""Where an attention implementation rounds, as data: presets, derived recipes, files."""

@@ -1,0 +1,117 @@
+"""The presets: rounding points read from the sources that each one names."""
+
+from bf16forensics.recipe.model import Recipe, TileRule
+
+FA2 = Recipe(
+    name="fa2",
+    version=1,
+    source="flash-attention@0251105 csrc/flash_attn/src: flash_fwd_kernel.h, softmax.h, utils.h, "
+    "flash_fwd_launch_template.h, flash_bwd_preprocess_kernel.h, flash_bwd_kernel.h (PyTorch's unfused multiply)",
+    summary="FlashAttention-2 CUDA, BF16 in and out: FP32 scores and row sum, BF16 P-bar, one rounding of O",
+    scale_placement="exponent",
+    scores="fp32",
+    shifted="fp32",
+    exponential="exp2",
+    p_bar="bf16",
+    p_bar_cast="before",
+    row_sum_input="fp32",
+    row_sum="fp32",
+    o_bar="fp32",
+    o_bar_at="end",
+    o="bf16",
+    division="reciprocal",
+    lse="fp32",
+    # Forward launch template for sm80 and sm90 without dropout; the library stops at 256, the last rule is ours.
+    tiles=(
+        TileRule(head_size_max=64, tile_q=128, tile_k=128),
+        TileRule(head_size_max=128, tile_q=128, tile_k=64),
+        TileRule(head_size_max=160, tile_q=128, tile_k=32),
+        TileRule(head_size_max=256, tile_q=128, tile_k=64),
+        TileRule(head_size_max=None, tile_q=64, tile_k=64),
+    ),
+    tile_order="descending",
+    p_source="lse",
+    delta_source="o",
+    delta_products="fp32",
+    delta="fp32",
+    dp="fp32",
+    p_backward="bf16",
+    ds="bf16",
+    dq="bf16",
+    dkv="bf16",
+    gradients_at="end",
+    arithmetic="fp32",
+)
+
+PAPER = Recipe(
+    name="paper",
+    version=1,
+    source="why-low-precision-training-fails@02f0ab6 attention.py, model.py, in eager order with the casts of CUDA "
+    "autocast written out; arXiv 2510.04212 section 3.1",
+    summary="the authors' eager code: BF16 scores, S - m, row sum and O-bar, 512 x 512 tiles; FP32 backward",
+    scale_placement="scores",
+    scores="bf16",
+    shifted="bf16",
+    exponential="exp",
+    p_bar="bf16",
+    p_bar_cast="before",
+    row_sum_input="fp32",
+    row_sum="bf16",
+    o_bar="bf16",
+    o_bar_at="tile",
+    o="bf16",
+    division="divide",
+    lse="fp32",
+    tiles=(TileRule(head_size_max=None, tile_q=512, tile_k=512),),
+    tile_order="ascending",
+    # Section 3.1 of the paper: forward in BF16, backward in FP32. (The published backward cannot run in eager mode, and
+    # what it does once compiled depends on the graph: see docs/recipes.md.)
+    p_source="lse",
+    delta_source="o",
+    delta_products="fp32",
+    delta="fp32",
+    dp="fp32",
+    p_backward="fp32",
+    ds="fp32",
+    dq="fp32",
+    dkv="fp32",
+    gradients_at="end",
+    arithmetic="fp32",
+)
+
+SDPA_MATH = Recipe(
+    name="sdpa-math",
+    version=1,
+    source="pytorch v2.13.0 aten/src/ATen/native/transformers/attention.cpp: _scaled_dot_product_attention_math "
+    "without reduced-precision reductions",
+    summary="PyTorch's MATH backend: everything in FP32, no cast of P, one rounding of O and of the gradients",
+    scale_placement="operands",
+    scores="fp32",
+    shifted="fp32",
+    exponential="exp",
+    p_bar="fp32",
+    p_bar_cast="after",
+    row_sum_input="fp32",
+    row_sum="fp32",
+    o_bar="fp32",
+    o_bar_at="end",
+    o="bf16",
+    division="divide",
+    lse="fp32",
+    tiles=(),
+    tile_order="ascending",
+    p_source="saved",
+    delta_source="dp",
+    delta_products="fp32",
+    delta="fp32",
+    dp="fp32",
+    p_backward="fp32",
+    ds="fp32",
+    dq="bf16",
+    dkv="bf16",
+    gradients_at="end",
+    arithmetic="fp32",
+)
+
+#: Presets in the order in which `recipe list` prints them; the first is the default.
+PRESETS: tuple[Recipe, ...] = (FA2, PAPER, SDPA_MATH)
