@@ -1,0 +1,205 @@
+"""The dual pass: one record through a recipe and through high precision, block of rows by block of rows.
+
+Nothing of size N x N exists at once: a block holds its rows times the keys they may see, for as many heads as fit the
+working-set budget. The recipe's own key tiles and their order are obeyed inside each block; how rows are grouped into
+blocks changes no result, because rows do not interact in the forward pass and in dQ.
+
+Shapes: H query heads, G key/value heads, N queries, M keys, R rows and K keys of a block, D and E head sizes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from bf16forensics.attention.hp import HpRows, gather_rows, reference_rows
+from bf16forensics.attention.lp import LpRows, backward_probabilities, forward_rows
+from bf16forensics.attention.maxima import count_ones, count_shared_maximum
+from bf16forensics.attention.query_gradient import GradientInputs, query_gradients
+from bf16forensics.attention.result import DeltaRows, DualPass, QueryGradients, RowMaxima
+from bf16forensics.attention.scores import Block, HpScores, LpScores, hp_scores, lp_scores
+from bf16forensics.capture.record import AttentionRecord
+from bf16forensics.emulate.strict import strict_fp32
+from bf16forensics.errors import InputError
+from bf16forensics.geometry.geometry import Geometry
+from bf16forensics.recipe.model import Recipe
+
+#: Query rows of a block.
+ROWS_PER_BLOCK = 128
+#: Elements of one [H, R, K] tensor of a block; about ten of them live at once.
+ELEMENTS_PER_BLOCK = 2**21
+
+_REFERENCE_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heads:
+    """Tensors of the heads of one chunk, key/value heads repeated for their query heads."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor | None
+    #: The same in the reference dtype.
+    q_hp: torch.Tensor
+    k_hp: torch.Tensor
+    v_hp: torch.Tensor
+    do_hp: torch.Tensor | None
+
+
+def dual_pass(record: AttentionRecord, recipe: Recipe, reference: str = "fp64") -> DualPass:
+    """Runs a record through a recipe and through high precision.
+
+    Args:
+        record: one attention call of one sequence; all tensors must be finite (a NaN spreads to its rows).
+        recipe: rounding points, tiles and order of the lp side.
+        reference: "fp64", or "fp32" (differences from the top key keep it useful in saturated rows).
+
+    Returns:
+        lp, hp and their differences for every row. Fully masked rows are 0 everywhere.
+
+    Raises:
+        InputError: unknown reference.
+        ForensicsError: FP32 products are not IEEE FP32 on this machine even inside `strict_fp32`.
+
+    Reference: arXiv 2510.04212, section 3.3.1 and equations 1 to 3.
+    """
+    if reference not in _REFERENCE_DTYPES:
+        raise InputError(f"reference must be fp32 or fp64; got {reference!r}")
+    dtype = _REFERENCE_DTYPES[reference]
+    with torch.no_grad(), strict_fp32():
+        chunks = [
+            _concatenate([_block(heads, record.geometry, span, recipe, block) for block in _blocks(record)], dim=1)
+            for span, heads in _chunks(record, dtype)
+        ]
+        whole: DualPass = _concatenate(chunks, dim=0)
+    return whole
+
+
+def _blocks(record: AttentionRecord) -> Iterator[Block]:
+    num_queries, num_keys = record.q.shape[1], record.k.shape[1]
+    for start in range(0, num_queries, ROWS_PER_BLOCK):
+        end = min(start + ROWS_PER_BLOCK, num_queries)
+        keys = record.geometry.key_range(start, end, num_queries, num_keys)
+        if keys[0] == keys[1]:
+            # Rows that can see nothing still need one (invisible) key to be computed as fully masked.
+            keys = (min(keys[0], num_keys - 1), min(keys[0], num_keys - 1) + 1)
+        yield Block(rows=(start, end), keys=keys, num_queries=num_queries, num_keys=num_keys)
+
+
+def _chunks(record: AttentionRecord, dtype: torch.dtype) -> Iterator[tuple[slice, _Heads]]:
+    group = record.num_heads // record.num_kv_heads
+    size = max(1, ELEMENTS_PER_BLOCK // (ROWS_PER_BLOCK * max(record.k.shape[1], ROWS_PER_BLOCK)))
+    for start in range(0, record.num_heads, size):
+        span = slice(start, min(start + size, record.num_heads))
+        kv = torch.arange(span.start, span.stop) // group
+        # Fresh contiguous copies: results must not depend on where a head lay in the caller's memory.
+        q, k, v = record.q[span].contiguous(), record.k[kv], record.v[kv]
+        do = None if record.do is None else record.do[span].contiguous()
+        yield (
+            span,
+            _Heads(
+                q=q,
+                k=k,
+                v=v,
+                do=do,
+                q_hp=q.to(dtype),
+                k_hp=k.to(dtype),
+                v_hp=v.to(dtype),
+                do_hp=None if do is None else do.to(dtype),
+            ),
+        )
+
+
+def _block(heads: _Heads, geometry: Geometry, span: slice, recipe: Recipe, block: Block) -> DualPass:
+    rows, keys = slice(*block.rows), slice(*block.keys)
+    geometry = geometry.for_heads(span)
+    bias = geometry.bias_block(block.rows, block.keys)
+    k, v = heads.k[:, keys].contiguous(), heads.v[:, keys].contiguous()
+    k_hp, v_hp = heads.k_hp[:, keys].contiguous(), heads.v_hp[:, keys].contiguous()
+    tile_k = recipe.tile(heads.q.shape[-1], block.num_keys)[1]
+
+    lp_s = lp_scores(heads.q[:, rows], k, geometry, recipe, block, bias)
+    lp = forward_rows(lp_s, v, block.keys, tile_k, recipe)
+    hp_s = hp_scores(heads.q_hp[:, rows], k_hp, geometry, block, bias)
+    hp = reference_rows(hp_s, v_hp)
+
+    top_value = gather_rows(v_hp, hp.top).double()
+    seen = hp.row_max > -torch.inf
+    o_hp = (hp.o_minus_top + top_value) * seen[..., None]
+    lp_minus_top = lp.o.double() - top_value * seen[..., None]
+    delta, dq = None, None
+    if heads.do is not None and heads.do_hp is not None:
+        found = query_gradients(
+            GradientInputs(
+                lp=lp,
+                hp=hp,
+                p_lp=backward_probabilities(lp_s, lp, recipe),
+                slope=hp_s.slope,
+                k=k,
+                k_hp=k_hp,
+                v_hp=v_hp,
+                do=heads.do[:, rows],
+                do_hp=heads.do_hp[:, rows],
+                scale=geometry.scale,
+                keys=block.keys,
+                tile_k=tile_k,
+            ),
+            recipe,
+        )
+        delta, dq = found.delta, found.dq
+    return DualPass(
+        o_lp=lp.o.double(),
+        o_hp=o_hp,
+        o_err=lp_minus_top - hp.o_minus_top,
+        lse_lp=lp.lse.double(),
+        lse_hp=hp.lse,
+        maxima=_maxima(lp_s, lp, hp_s, hp, lp_minus_top, recipe),
+        delta=delta,
+        dq=dq,
+    )
+
+
+def _maxima(
+    lp_s: LpScores, lp: LpRows, hp_s: HpScores, hp: HpRows, lp_minus_top: torch.Tensor, recipe: Recipe
+) -> RowMaxima:
+    ones = count_ones(lp_s, lp, recipe)
+    heads, rows, num_keys = hp_s.values.shape
+    seen = hp.row_max > -torch.inf
+    if hp_s.visible is None:
+        visible = torch.full((heads, rows), num_keys)
+        first = torch.zeros((heads, rows), dtype=torch.long)
+        lowest = hp_s.values.amin(-1)
+    else:
+        mask = hp_s.visible.expand(heads, rows, num_keys)
+        visible = hp_s.visible.sum(-1).expand(heads, rows).contiguous()
+        first = hp_s.visible.to(torch.uint8).argmax(-1).expand(heads, rows)
+        lowest = hp_s.values.masked_fill(~mask, torch.inf).amin(-1)
+    p_first = torch.gather(hp.p_others, -1, first[..., None])[..., 0].double()
+    return RowMaxima(
+        ones_fp32=ones.fp32_exact,
+        ones_rounded=ones.rounded,
+        near=ones.near,
+        shared=count_shared_maximum(hp_s.values, hp.row_max),
+        visible=visible,
+        sink=torch.where(first == hp.top, hp.p_top, p_first) * seen,
+        score_abs_max=torch.maximum(hp.row_max.abs(), lowest.double().abs()).masked_fill(~seen, 0.0),
+        swamped=((lp_minus_top == 0).double().mean(-1) > 0.9) & seen,
+    )
+
+
+def _concatenate(parts: list[Any], dim: int) -> Any:
+    """Joins results of the same type field by field; dim 1 joins rows, dim 0 joins heads."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: dict[str, Any] = {}
+    for field in fields(parts[0]):
+        values = [getattr(part, field.name) for part in parts]
+        if values[0] is None:
+            joined[field.name] = None
+        elif isinstance(values[0], torch.Tensor):
+            joined[field.name] = torch.cat(values, dim)
+        else:
+            joined[field.name] = _concatenate(values, dim)
+    return type(parts[0])(**joined)

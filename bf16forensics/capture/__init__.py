@@ -1,0 +1,1 @@
+"""Attention calls of a running model, or of a file, as records."""

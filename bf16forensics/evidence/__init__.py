@@ -1,0 +1,1 @@
+"""From a record and its dual pass to scalars, with their statistics."""

@@ -1,0 +1,130 @@
+"""Running sums over sequences for the heads of one layer.
+
+Sequences must be added in order, whatever order they were computed in: floating-point sums depend on it, and repeated
+runs and other thread counts must give the same bytes.
+
+Shapes: H query heads, G key/value heads, E head size of V, D head size of q and k, C width.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bf16forensics.evidence.gradient import GradientParts
+from bf16forensics.evidence.series import SignedSeries
+from bf16forensics.evidence.summary import MaximaSummary, OutputSummary, RecordSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceEvidence:
+    """What one sequence contributes to one layer."""
+
+    layer: int
+    #: Position among all sequences, 0-based.
+    sequence: int
+    summary: RecordSummary
+    #: None without dO or X.
+    parts: GradientParts | None
+    #: float64 [G, D] sum of the keys over real positions, and their number.
+    key_sum: np.ndarray
+    key_count: int
+    #: For each query head, names with positions of non-finite inputs; empty when finite.
+    nonfinite: tuple[tuple[str, ...], ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientSums:
+    """Sums over sequences of the parts that only the batch as a whole needs, float64."""
+
+    full: np.ndarray
+    scores: np.ndarray
+    cast_ds: np.ndarray
+    cast_dq: np.ndarray
+    direction: np.ndarray
+    weight_sum: np.ndarray
+    weight_square_sum: np.ndarray
+
+
+class LayerAccumulator:
+    """Everything about one layer that does not need the family of all heads."""
+
+    _COUNTS = (
+        "ones_fp32 ones_rounded shared rows rows_repeated rows_repeated_unlabelled rows_near rows_fully_masked "
+        "rows_padding rows_swamped pairs sink_sum defect_power defect_power_swamped defect_sum defect_sum_repeated"
+    ).split()
+
+    def __init__(self, num_heads: int, max_rows: int) -> None:
+        """Args: num_heads H; max_rows no fewer than the rows of all sequences together."""
+        self.num_heads = num_heads
+        self.delta_err = SignedSeries(num_heads, max_rows)
+        self.defect = SignedSeries(num_heads, max_rows)
+        self.ds_row_sum = SignedSeries(num_heads, max_rows)
+        self.has_delta = False
+        self.num_sequences = 0
+        self.maxima: MaximaSummary | None = None
+        self.output: OutputSummary | None = None
+        #: int64 [H] sequence of the largest output error.
+        self.max_sequence = np.full(num_heads, -1)
+        self.gradients: GradientSums | None = None
+        self.key_sum: np.ndarray | None = None
+        self.key_count = 0
+        self.nonfinite: list[tuple[str, ...]] = [()] * num_heads
+
+    def add(self, evidence: SequenceEvidence) -> None:
+        """Adds one sequence; its gradients must be put into the `GradientStore` by the caller."""
+        self.num_sequences += 1
+        summary = evidence.summary
+        if summary.delta is not None:
+            self.has_delta = True
+            for series, values in (
+                (self.delta_err, summary.delta.delta_err),
+                (self.defect, summary.delta.defect),
+                (self.ds_row_sum, summary.delta.ds_row_sum),
+            ):
+                series.add(values, summary.rows, summary.delta.sign_floor)
+        self._add_maxima(summary.maxima)
+        self._add_output(summary.output, evidence.sequence)
+        if evidence.parts is not None:
+            self._add_gradients(evidence.parts)
+        self.key_sum = evidence.key_sum if self.key_sum is None else self.key_sum + evidence.key_sum
+        self.key_count += evidence.key_count
+        self.nonfinite = [known + new for known, new in zip(self.nonfinite, evidence.nonfinite, strict=True)]
+
+    def _add_maxima(self, new: MaximaSummary) -> None:
+        if self.maxima is None:
+            self.maxima = new
+            return
+        old = self.maxima
+        self.maxima = MaximaSummary(
+            **{name: getattr(old, name) + getattr(new, name) for name in self._COUNTS},
+            most_ones=np.maximum(old.most_ones, new.most_ones),
+            score_abs_max=np.maximum(old.score_abs_max, new.score_abs_max),
+        )
+
+    def _add_output(self, new: OutputSummary, sequence: int) -> None:
+        if self.output is None:
+            self.output = new
+            self.max_sequence = np.where(new.max_position >= 0, sequence, -1)
+            return
+        old = self.output
+        # An undefined maximum must not lose against a number: it would print as if all had been compared.
+        above = (new.max_abs > old.max_abs) | (np.isnan(new.max_abs) & ~np.isnan(old.max_abs))
+        larger = (new.max_position >= 0) & (above | (old.max_position < 0))
+        self.max_sequence = np.where(larger, sequence, self.max_sequence)
+        self.output = OutputSummary(
+            ulp_sum=old.ulp_sum + new.ulp_sum,
+            ulp_count=old.ulp_count + new.ulp_count,
+            max_abs=np.where(larger, new.max_abs, old.max_abs),
+            max_ulp=np.where(larger, new.max_ulp, old.max_ulp),
+            max_position=np.where(larger, new.max_position, old.max_position),
+            sign_sum=old.sign_sum + new.sign_sum,
+            sign_count=old.sign_count + new.sign_count,
+        )
+
+    def _add_gradients(self, parts: GradientParts) -> None:
+        names = ("full", "scores", "cast_ds", "cast_dq", "direction", "weight_sum", "weight_square_sum")
+        if self.gradients is None:
+            self.gradients = GradientSums(**{name: np.array(getattr(parts, name), np.float64) for name in names})
+            return
+        for name in names:
+            getattr(self.gradients, name)[...] += getattr(parts, name)

@@ -1,0 +1,133 @@
+"""From a layer's running sums to `HeadEvidence`. Evidence that a non-finite input touches becomes nan, never 0."""
+
+import math
+
+import numpy as np
+
+from bf16forensics.evidence.accumulate import LayerAccumulator
+from bf16forensics.evidence.results import (
+    GradientCoupling,
+    HeadEvidence,
+    Ones,
+    OutputError,
+    RowCounts,
+    SignedStatistics,
+    Spectrum,
+)
+from bf16forensics.evidence.series import SignedSeries, undefined_statistics
+from bf16forensics.evidence.summary import MaximaSummary
+
+
+def head_evidence(
+    layer: int,
+    head: int,
+    kv_head: int,
+    accumulator: LayerAccumulator,
+    spectrum: Spectrum | None,
+    dw_q: GradientCoupling | None,
+    nonfinite: tuple[str, ...],
+) -> HeadEvidence:
+    """Assembles one head.
+
+    Args:
+        layer: 0-based.
+        head: 0-based query head.
+        kv_head: key/value head it reads.
+        accumulator: the layer's sums, at least one sequence.
+        spectrum: norms of its projections.
+        dw_q: gradient coupling; the caller passes None where there is no dO or X, or where it is undefined.
+        nonfinite: names of non-finite inputs of this head.
+    """
+    forward = not any(name[0] in "qkv" for name in nonfinite)
+    backward = forward and not any(name.startswith("do") for name in nonfinite)
+    maxima = accumulator.maxima
+    if maxima is None:
+        raise ValueError("head_evidence needs at least one sequence")
+
+    def signed(series: SignedSeries) -> SignedStatistics | None:
+        if not accumulator.has_delta:
+            return None
+        return series.result(head) if backward else undefined_statistics(accumulator.num_sequences)
+
+    return HeadEvidence(
+        layer=layer,
+        head=head,
+        kv_head=kv_head,
+        delta_err=signed(accumulator.delta_err),
+        delta_defect=signed(accumulator.defect),
+        ds_row_sum=signed(accumulator.ds_row_sum),
+        output_err=_output(accumulator, head) if forward else _undefined_output(),
+        ones=_ones(maxima, head) if forward else Ones(fp32_exact=0, rounded=0, shared_maximum=0),
+        counts=_counts(maxima, head, forward, accumulator.has_delta and backward),
+        pairs=int(maxima.pairs[head]),
+        score_abs_max=float(maxima.score_abs_max[head]) if forward else math.nan,
+        spectrum=spectrum,
+        dw_q=dw_q,
+        nonfinite=nonfinite,
+    )
+
+
+def _ones(maxima: MaximaSummary, head: int) -> Ones:
+    return Ones(
+        fp32_exact=int(maxima.ones_fp32[head]),
+        rounded=int(maxima.ones_rounded[head]),
+        shared_maximum=int(maxima.shared[head]),
+    )
+
+
+def _counts(maxima: MaximaSummary, head: int, forward: bool, backward: bool) -> RowCounts:
+    rows = int(maxima.rows[head]) if forward else 0
+
+    def share(part: np.ndarray, whole: np.ndarray) -> float:
+        return float(part[head]) / float(whole[head]) if backward and whole[head] != 0 else math.nan
+
+    def count(values: np.ndarray) -> int:
+        return int(values[head]) if forward else 0
+
+    return RowCounts(
+        rows=rows,
+        rows_repeated_max=count(maxima.rows_repeated),
+        rows_repeated_max_unlabelled=count(maxima.rows_repeated_unlabelled),
+        rows_near_max=count(maxima.rows_near),
+        rows_fully_masked=int(maxima.rows_fully_masked[head]),
+        rows_padding=int(maxima.rows_padding[head]),
+        rows_swamped=count(maxima.rows_swamped),
+        swamped_power_share=share(maxima.defect_power_swamped, maxima.defect_power),
+        repeated_sum_share=share(maxima.defect_sum_repeated, maxima.defect_sum),
+        sink_share=float(maxima.sink_sum[head]) / rows if rows else math.nan,
+        most_ones=count(maxima.most_ones),
+    )
+
+
+def _output(accumulator: LayerAccumulator, head: int) -> OutputError:
+    output = accumulator.output
+    if output is None or output.max_position[head] < 0:
+        return _undefined_output()
+    features = output.sign_sum.shape[1]
+    count = output.sign_count[head]
+    correlation = np.divide(output.sign_sum[head], count, out=np.zeros(features), where=count > 0)
+    strongest = int(np.abs(correlation).argmax())
+    position, elements = int(output.max_position[head]), float(output.ulp_count[head])
+    return OutputError(
+        mean_ulp=float(output.ulp_sum[head]) / elements if elements else math.nan,
+        max_abs=float(output.max_abs[head]),
+        max_ulp=float(output.max_ulp[head]),
+        sequence=int(accumulator.max_sequence[head]),
+        token=position // features,
+        feature=position % features,
+        sign_correlation=float(correlation[strongest]) if count.any() else math.nan,
+        sign_correlation_feature=strongest if count.any() else None,
+    )
+
+
+def _undefined_output() -> OutputError:
+    return OutputError(
+        mean_ulp=math.nan,
+        max_abs=math.nan,
+        max_ulp=math.nan,
+        sequence=None,
+        token=None,
+        feature=None,
+        sign_correlation=math.nan,
+        sign_correlation_feature=None,
+    )

@@ -1,0 +1,122 @@
+"""A signed per-row quantity of many heads, streamed sequence by sequence into `SignedStatistics`.
+
+Only sums, the sum of each sequence and the largest 1 % of the rows are kept, so memory does not grow with the rows.
+
+Shapes: F heads, N rows of a sequence.
+"""
+
+import math
+
+import numpy as np
+
+from bf16forensics.evidence.results import ClusteredStatistics, RobustStatistics, SignedStatistics
+from bf16forensics.evidence.statistics import mean_and_error, student_two_sided
+
+_TRIMMED_SHARE = 0.01
+
+
+class SignedSeries:
+    """Accumulates one signed quantity for a fixed set of heads."""
+
+    def __init__(self, num_heads: int, max_rows: int) -> None:
+        """Args: num_heads F; max_rows: no fewer than the rows that will ever be added, for the share kept apart."""
+        self._keep = max(1, math.ceil(max_rows * _TRIMMED_SHARE))
+        self._largest = np.zeros((num_heads, 0))
+        self._rows = np.zeros(num_heads, np.int64)
+        self._sum = np.zeros(num_heads)
+        self._square = np.zeros(num_heads)
+        self._absolute = np.zeros(num_heads)
+        self._signs = np.zeros((num_heads, 3), np.int64)
+        self._by_sequence: list[np.ndarray] = []
+
+    def add(self, values: np.ndarray, rows: np.ndarray, floor: np.ndarray) -> None:
+        """Adds one sequence.
+
+        Args:
+            values: [F, N] float64, 0 where `rows` is False.
+            rows: [F, N] bool, rows that count.
+            floor: [F, N] |value| up to which a row's sign does not count.
+        """
+        self._rows += rows.sum(1)
+        total = values.sum(1)
+        self._sum += total
+        self._by_sequence.append(total)
+        self._square += (values**2).sum(1)
+        self._absolute += np.abs(values).sum(1)
+        self._signs[:, 0] += ((values > floor) & rows).sum(1)
+        self._signs[:, 1] += ((values < -floor) & rows).sum(1)
+        self._signs[:, 2] += ((np.abs(values) <= floor) & rows).sum(1)
+        pool = np.concatenate([self._largest, values], axis=1)
+        keep = min(self._keep, pool.shape[1])
+        order = np.argpartition(-np.abs(pool), keep - 1, axis=1)[:, :keep]
+        self._largest = np.take_along_axis(pool, order, axis=1)
+
+    def result(self, head: int) -> SignedStatistics:
+        """The statistics of one head; nan where there are too few rows or sequences."""
+        rows = int(self._rows[head])
+        if rows == 0:
+            return undefined_statistics(len(self._by_sequence))
+        total = float(self._sum[head])
+        mean = total / rows
+        variance = max(float(self._square[head]) - rows * mean * mean, 0.0) / (rows - 1) if rows > 1 else math.nan
+        error = math.sqrt(variance / rows) if rows > 1 else math.nan
+        return SignedStatistics(
+            sum=total,
+            mean=mean,
+            standard_error=error,
+            z=_ratio(mean, error),
+            positive=int(self._signs[head, 0]),
+            negative=int(self._signs[head, 1]),
+            zero=int(self._signs[head, 2]),
+            clustered=_clustered(np.array([sums[head] for sums in self._by_sequence])),
+            robust=self._robust(head, rows),
+        )
+
+    def _robust(self, head: int, rows: int) -> RobustStatistics:
+        absolute, square = float(self._absolute[head]), float(self._square[head])
+        values = self._largest[head]
+        order = np.argsort(-np.abs(values), kind="stable")
+        dropped = float(values[order[: math.ceil(rows * _TRIMMED_SHARE)]].sum())
+        remaining = float(self._sum[head]) - dropped
+        # What is left of a sum after taking away nearly all of it is rounding noise below this.
+        noise = 1e-12 * absolute
+        return RobustStatistics(
+            n_effective=absolute**2 / square if square > 0 else math.nan,
+            largest_share=float(np.abs(values[order[0]])) / absolute if absolute > 0 else math.nan,
+            sign_without_top_1_percent=0 if abs(remaining) <= noise else int(math.copysign(1, remaining)),
+        )
+
+
+def _ratio(value: float, error: float) -> float:
+    """value / error; 0 when both are 0, infinite when only the error is."""
+    if math.isnan(error):
+        return math.nan
+    if error == 0:
+        return 0.0 if value == 0 else math.copysign(math.inf, value)
+    return value / error
+
+
+def _clustered(sums: np.ndarray) -> ClusteredStatistics:
+    mean, error = mean_and_error(sums)
+    t = _ratio(mean, error)
+    return ClusteredStatistics(
+        sequences=int(sums.size), mean=mean, standard_error=error, t=t, p=student_two_sided(t, sums.size - 1)
+    )
+
+
+def undefined_statistics(sequences: int) -> SignedStatistics:
+    """Statistics of a quantity that no row defines: nan and zero counts."""
+    nan = math.nan
+    return SignedStatistics(
+        sum=nan,
+        mean=nan,
+        standard_error=nan,
+        z=nan,
+        positive=0,
+        negative=0,
+        zero=0,
+        clustered=ClusteredStatistics(sequences=sequences, mean=nan, standard_error=nan, t=nan, p=nan),
+        robust=RobustStatistics(n_effective=nan, largest_share=nan, sign_without_top_1_percent=0),
+    )
+
+

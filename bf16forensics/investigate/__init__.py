@@ -1,0 +1,1 @@
+"""The experiments: localize and what follows it."""

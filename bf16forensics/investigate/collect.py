@@ -1,0 +1,142 @@
+"""Collecting the sequences' evidence, layer by layer, and turning it into heads with family-wise tests."""
+
+import math
+
+import numpy as np
+import torch
+
+from bf16forensics.capture.record import AttentionRecord, LayerWeights
+from bf16forensics.capture.source import RecordSource
+from bf16forensics.evidence.accumulate import LayerAccumulator, SequenceEvidence
+from bf16forensics.evidence.assemble import head_evidence
+from bf16forensics.evidence.coupling import StepSpan, family_tests, gradient_coupling, head_grams
+from bf16forensics.evidence.finite import nonfinite_weights
+from bf16forensics.evidence.functional import score_variance
+from bf16forensics.evidence.results import GradientCoupling, HeadEvidence
+from bf16forensics.evidence.spectrum import layer_spectra
+from bf16forensics.evidence.store import GradientStore
+
+#: Names of non-finite inputs reported for one head.
+_MOST_NAMES = 8
+
+
+class Collector:
+    """Running statistics of all layers; sequences are added in order."""
+
+    def __init__(self, source: RecordSource) -> None:
+        """Args: source, whose shape bounds what can be added."""
+        self._source = source
+        self._shape = source.shape
+        shape = self._shape
+        max_rows = shape.num_sequences * shape.num_queries
+        self._layers = [LayerAccumulator(shape.num_heads, max_rows) for _ in range(shape.num_layers)]
+        self._store: GradientStore | None = None
+        self.num_sequences = 0
+
+    def add(self, sequence: int, layers: tuple[SequenceEvidence, ...]) -> None:
+        """Adds one sequence's evidence of every layer."""
+        heads = self._shape.num_heads
+        for evidence in layers:
+            self._layers[evidence.layer].add(evidence)
+            if evidence.parts is None:
+                continue
+            if self._store is None:
+                size = int(np.prod(evidence.parts.hp.shape[1:]))
+                self._store = GradientStore(heads * len(self._layers), self._shape.num_sequences, size)
+            span = slice(evidence.layer * heads, (evidence.layer + 1) * heads)
+            self._store.put(span, sequence, evidence.parts.hp, evidence.parts.defect, evidence.parts.total)
+        self.num_sequences += 1
+
+    def heads(self, probes: tuple[AttentionRecord, ...]) -> tuple[HeadEvidence, ...]:
+        """The evidence of every head, in (layer, head) order.
+
+        Args:
+            probes: records of a few sequences, over which the functional figure is taken.
+        """
+        shape = self._shape
+        weights = [self._source.weights(layer) for layer in range(shape.num_layers)]
+        nonfinite = [self._nonfinite(layer, weights[layer]) for layer in range(shape.num_layers)]
+        coupling = self._coupling(probes, nonfinite)
+        found: list[HeadEvidence] = []
+        for layer, accumulator in enumerate(self._layers):
+            spectra = layer_spectra(weights[layer], shape.num_heads)
+            for head in range(shape.num_heads):
+                found.append(
+                    head_evidence(
+                        layer,
+                        head,
+                        head // (shape.num_heads // shape.num_kv_heads),
+                        accumulator,
+                        spectra[head],
+                        coupling.get(layer * shape.num_heads + head),
+                        nonfinite[layer][head],
+                    )
+                )
+        return tuple(found)
+
+    def _nonfinite(self, layer: int, weights: LayerWeights) -> list[tuple[str, ...]]:
+        from_weights = nonfinite_weights(weights, self._shape.num_heads)
+        return [
+            tuple(dict.fromkeys(found + more))[:_MOST_NAMES]
+            for found, more in zip(self._layers[layer].nonfinite, from_weights, strict=True)
+        ]
+
+    def _coupling(
+        self, probes: tuple[AttentionRecord, ...], nonfinite: list[list[tuple[str, ...]]]
+    ) -> dict[int, GradientCoupling]:
+        """Coupling by head index; heads with non-finite inputs or gradients are left out of the family."""
+        if self._store is None:
+            return {}
+        heads, n = self._shape.num_heads, self.num_sequences
+        grams = {}
+        for index in range(heads * len(self._layers)):
+            if not nonfinite[index // heads][index % heads]:
+                gram = head_grams(self._store, index, n)
+                if gram.finite:
+                    grams[index] = gram
+        tests = dict(zip(grams, family_tests(list(grams.values())), strict=True))
+        functional = self._functional(probes, n)
+        group = heads // self._shape.num_kv_heads
+        found: dict[int, GradientCoupling] = {}
+        for index, gram in grams.items():
+            layer, head = divmod(index, heads)
+            accumulator = self._layers[layer]
+            if accumulator.gradients is None or accumulator.key_sum is None:
+                continue
+            found[index] = gradient_coupling(
+                self._store,
+                index,
+                gram,
+                tests[index],
+                accumulator.gradients,
+                head,
+                accumulator.key_sum[head // group] / max(accumulator.key_count, 1),
+                self._steps(n),
+                functional.get(index, math.nan),
+            )
+        return found
+
+    def _steps(self, n: int) -> tuple[StepSpan, ...]:
+        of_group: dict[int, list[int]] = {}
+        for index in range(n):
+            of_group.setdefault(self._shape.groups[index], []).append(index)
+        return tuple(StepSpan(step=self._shape.steps[s[0]], sequences=tuple(s)) for s in of_group.values())
+
+    def _functional(self, probes: tuple[AttentionRecord, ...], n: int) -> dict[int, float]:
+        """Root of the score variance of the batch's error over that of the batch's gradient, by head index."""
+        if self._store is None:
+            return {}
+        heads = self._shape.num_heads
+        error, gradient = np.zeros((2, heads * len(self._layers)))
+        for layer in range(len(self._layers)):
+            records = [record for record in probes if record.layer == layer and record.x is not None]
+            span = slice(layer * heads, (layer + 1) * heads)
+            for kind, total in (("defect", error), ("hp", gradient)):
+                means = [self._store.vectors(kind, index, n).mean(0) for index in range(span.start, span.stop)]
+                move = torch.from_numpy(np.stack(means)).view(heads, self._shape.head_size, -1)
+                for record in records:
+                    total[span] += score_variance(record, move).numpy()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.sqrt(error / gradient)
+        return dict(enumerate(ratio.tolist()))
+

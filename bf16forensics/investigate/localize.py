@@ -1,0 +1,246 @@
+"""localize: every head of every layer over every recorded sequence, streamed into running statistics.
+
+Sequences are computed side by side, each on one thread of its own, and added in their order: the result is the same
+for any number of threads, and no sequence depends on its neighbours in the batch.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from bf16forensics.attention.dual import dual_pass
+from bf16forensics.capture.record import AttentionRecord
+from bf16forensics.capture.source import RecordSource, SourceShape
+from bf16forensics.emulate.strict import require_ieee, single_thread, strict_fp32
+from bf16forensics.evidence.accumulate import SequenceEvidence
+from bf16forensics.evidence.finite import make_finite
+from bf16forensics.evidence.gradient import gradient_parts
+from bf16forensics.evidence.results import HeadEvidence
+from bf16forensics.evidence.summary import summarise
+from bf16forensics.investigate.collect import Collector
+from bf16forensics.investigate.interrupts import interrupts_deferred
+from bf16forensics.recipe.model import Recipe
+
+#: Sequences whose records stay in memory: for the functional figure and for the case.
+PROBE_SEQUENCES = 4
+#: Bytes of records held at most; at least one sequence is always held.
+PROBE_BUDGET_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalizeOptions:
+    """How to run; nothing here changes a result except the recipe and the reference."""
+
+    recipe: Recipe
+    #: "fp32" or "fp64".
+    reference: str
+    #: Sequences computed at once; None takes one a processor core that this process may use.
+    workers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencesDone:
+    """Told to the caller after each sequence."""
+
+    done: int
+    planned: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsFound:
+    """Outcome of the run before it is joined with what was read from files."""
+
+    heads: tuple[HeadEvidence, ...]
+    #: Sequences finished, and mean loss over them (nan without a loss).
+    sequences: int
+    loss: float
+    #: Seconds of all workers together, and of the whole run on the clock.
+    capture_work_s: float
+    evidence_work_s: float
+    analysis_s: float
+    interrupted: bool
+    #: Records of the first sequences, in order.
+    probes: tuple[AttentionRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SequenceDone:
+    loss: float | None
+    layers: tuple[SequenceEvidence, ...]
+    probes: tuple[AttentionRecord, ...]
+    capture_s: float
+    evidence_s: float
+
+
+def find_heads(
+    source: RecordSource,
+    options: LocalizeOptions,
+    on_progress: Callable[[SequencesDone], None] | None = None,
+    is_decided: "Callable[[HeadsFound], bool] | None" = None,
+) -> HeadsFound:
+    """Runs the dual pass over every record of a source and assembles the evidence of every head.
+
+    Ctrl-C stops after the sequences that are being computed; what is finished is returned with `interrupted` set
+    (a second Ctrl-C stops at once).
+
+    Args:
+        source: records and weights.
+        options: recipe, reference precision, workers.
+        on_progress: called after each sequence, in the calling thread.
+        is_decided: with it the run may end early: called with what was found so far whenever a recorded step is
+            complete, and ends the run by returning True.
+
+    Returns:
+        The evidence of the sequences that were finished.
+
+    Raises:
+        KeyboardInterrupt: stopped before the first sequence was finished.
+        ForensicsError: FP32 products are not IEEE FP32 on this machine.
+    """
+    shape = source.shape
+    require_ieee()
+    collector = Collector(source)
+    workers = options.workers or _usable_cores()
+    probes = _ProbeKeeper(shape)
+    losses: list[float] = []
+    work = [0.0, 0.0]
+    started = time.perf_counter()
+
+    def found(interrupted: bool) -> HeadsFound:
+        return HeadsFound(
+            heads=collector.heads(probes.records),
+            sequences=collector.num_sequences,
+            loss=sum(losses) / len(losses) if losses else float("nan"),
+            capture_work_s=work[0],
+            evidence_work_s=work[1],
+            analysis_s=time.perf_counter() - started,
+            interrupted=interrupted,
+            probes=probes.records,
+        )
+
+    interrupted = False
+    with strict_fp32(), single_thread():
+        results = _run_in_order(source, options, probes, min(workers, max(shape.num_sequences, 1)))
+        try:
+            for index, done in enumerate(results):
+                with interrupts_deferred():
+                    collector.add(index, done.layers)
+                    probes.keep(done.probes)
+                    if done.loss is not None:
+                        losses.append(done.loss)
+                    work[0] += done.capture_s
+                    work[1] += done.evidence_s
+                if on_progress is not None:
+                    on_progress(SequencesDone(done=index + 1, planned=shape.num_sequences))
+                ends_step = index + 1 == shape.num_sequences or shape.groups[index + 1] != shape.groups[index]
+                if is_decided is not None and ends_step and is_decided(found(False)):
+                    break
+        except KeyboardInterrupt:
+            interrupted = True
+            if collector.num_sequences == 0:
+                raise
+        finally:
+            results.close()
+        return found(interrupted)
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _run_in_order(
+    source: RecordSource, options: LocalizeOptions, probes: "_ProbeKeeper", workers: int
+) -> Generator[_SequenceDone, None, None]:
+    """Yields finished sequences in their order, computing at most two a worker ahead of what was consumed."""
+    stop = threading.Event()
+    num_sequences = source.shape.num_sequences
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="sequence") as pool:
+        pending: deque[Future[_SequenceDone]] = deque()
+        following = 0
+        try:
+            while pending or following < num_sequences:
+                while following < num_sequences and len(pending) < 2 * workers:
+                    pending.append(pool.submit(_sequence, source, options, following, probes.wants(following), stop))
+                    following += 1
+                yield pending.popleft().result()
+        finally:
+            stop.set()
+            for future in pending:
+                future.cancel()
+
+
+def _sequence(
+    source: RecordSource, options: LocalizeOptions, sequence: int, keep: bool, stop: threading.Event
+) -> _SequenceDone:
+    losses: list[float] = []
+    layers: list[SequenceEvidence] = []
+    kept: list[AttentionRecord] = []
+    capture_s = evidence_s = 0.0
+    with strict_fp32(), single_thread():
+        before = time.perf_counter()
+        for record in source.records(sequence, losses.append):
+            captured = time.perf_counter()
+            capture_s += captured - before
+            if stop.is_set():
+                raise InterruptedError("stopped")
+            layers.append(_evidence(record, options))
+            if keep:
+                kept.append(record)
+            before = time.perf_counter()
+            evidence_s += before - captured
+    return _SequenceDone(
+        loss=losses[0] if losses else None,
+        layers=tuple(layers),
+        probes=tuple(kept),
+        capture_s=capture_s,
+        evidence_s=evidence_s,
+    )
+
+
+def _evidence(raw: AttentionRecord, options: LocalizeOptions) -> SequenceEvidence:
+    finite = make_finite(raw)
+    record = finite.record
+    dual = dual_pass(record, options.recipe, options.reference)
+    parts = None
+    if dual.delta is not None and dual.dq is not None and record.x is not None:
+        parts = gradient_parts(dual.delta, dual.dq, record.x)
+    real = record.geometry.key_padding
+    keys = record.k if real is None else record.k * real[None, :, None]
+    return SequenceEvidence(
+        layer=record.layer,
+        sequence=record.sequence,
+        summary=summarise(record, dual, options.recipe.o),
+        parts=parts,
+        key_sum=keys.sum(1).double().numpy(),
+        key_count=record.k.shape[1] if real is None else int(real.sum()),
+        nonfinite=finite.nonfinite,
+    )
+
+
+class _ProbeKeeper:
+    """Holds the records of the first sequences within a budget."""
+
+    def __init__(self, shape: SourceShape) -> None:
+        per_record = shape.num_queries * (
+            2 * shape.head_size * (shape.num_heads + shape.num_kv_heads) + (shape.width or 0)
+        )
+        per_sequence = 4 * per_record * shape.num_layers
+        self._count = max(1, min(PROBE_SEQUENCES, PROBE_BUDGET_BYTES // max(per_sequence, 1)))
+        self._records: list[AttentionRecord] = []
+
+    def wants(self, sequence: int) -> bool:
+        """Whether a sequence's records should be kept."""
+        return sequence < self._count
+
+    def keep(self, records: tuple[AttentionRecord, ...]) -> None:
+        """Adds the records of one sequence."""
+        self._records.extend(records)
+
+    @property
+    def records(self) -> tuple[AttentionRecord, ...]:
+        """What was kept, in order of sequence."""
+        return tuple(self._records)

@@ -1,0 +1,77 @@
+"""What one localize run produced, before anything is judged or printed. No tensors."""
+
+from dataclasses import dataclass
+
+from bf16forensics.evidence.results import HeadEvidence
+from bf16forensics.recipe.model import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """One file the run read."""
+
+    #: "checkpoint", "tokens", "indices", "record".
+    role: str
+    #: Path as the user gave it.
+    path: str
+    size_bytes: int
+    #: SHA-256 of the file's bytes; of the tensors' bytes in name order for a folder.
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Wall times of one run, seconds, and its peak memory. Volatile: differs between runs."""
+
+    load_s: float
+    #: Forward and backward of the model, layer by layer (0 for records).
+    capture_s: float
+    #: Dual pass and evidence.
+    evidence_s: float
+    #: Wall time of capture and evidence together (they run side by side on several threads).
+    analysis_s: float
+    #: Peak resident memory of the process.
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalizeResult:
+    """The evidence of every head, with everything needed to read it."""
+
+    recipe: Recipe
+    #: "fp32" or "fp64".
+    reference: str
+    #: "fp32" for a captured model; None for records.
+    activations: str | None
+    inputs: tuple[InputFile, ...]
+    #: "nanogpt" or "record".
+    kind: str
+    #: Geometry in words for the header, e.g. "6 layers, 6 heads, head size 64, width 384".
+    shape: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    #: Softmax scale, window (None: none), soft-cap (None: none), causal.
+    scale: float
+    window: int | None
+    softcap: float | None
+    causal: bool
+    #: Sequences analysed, sequences asked for (differs after an interruption), tokens a sequence (longest).
+    sequences: int
+    sequences_planned: int
+    tokens: int
+    #: Recorded steps analysed, in order; None for an unknown step.
+    steps: tuple[int | None, ...]
+    #: Sequences of one whole recorded step (the optimiser's batch as far as it is known).
+    step_sequences: int
+    #: Mean loss over the sequences; nan for records.
+    loss: float
+    heads: tuple[HeadEvidence, ...]
+    #: Attention tensors of the input that the analysis did not use.
+    unused_tensors: tuple[str, ...]
+    #: Things done to the input that a reader must know ("dropout 0.1 forced to 0").
+    notes: tuple[str, ...]
+    #: True when the run was stopped by the user before all sequences were done.
+    interrupted: bool
+    timing: Timing
