@@ -6,6 +6,7 @@ Shapes: B sequences, H query heads, G key/value heads, N queries, M keys, D head
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -148,6 +149,6 @@ def raw_source(raw: RawRecord, options: RawGeometry, sequences: int | None = Non
 
 def _first(raw: RawRecord, sequences: int) -> RawRecord:
     names = ("q", "k", "v", "do", "x", "key_padding", "document_ids")
-    cut = {name: None if (tensor := getattr(raw, name)) is None else tensor[:sequences] for name in names}
+    cut: dict[str, Any] = {name: None if (tensor := getattr(raw, name)) is None else tensor[:sequences] for name in names}
     mask = raw.mask if raw.mask is None or raw.mask.shape[0] == 1 else raw.mask[:sequences]
     return replace(raw, mask=mask, **cut)

@@ -10,7 +10,7 @@ from bf16forensics.capture.record import AttentionRecord, LayerWeights
 class LossSink(Protocol):
     """Receives a sequence's mean loss once it is known."""
 
-    def __call__(self, loss: float) -> None: ...
+    def __call__(self, loss: float, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

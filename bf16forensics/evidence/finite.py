@@ -4,6 +4,7 @@ Shapes: H query heads, G key/value heads.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def make_finite(record: AttentionRecord) -> FiniteRecord:
     """
     heads, group = record.num_heads, record.num_heads // record.num_kv_heads
     found: list[list[str]] = [[] for _ in range(heads)]
-    changed: dict[str, torch.Tensor] = {}
+    changed: dict[str, Any] = {}
     for name in ("q", "k", "v", "do"):
         tensor = getattr(record, name)
         if tensor is None:

@@ -1,0 +1,170 @@
+"""One run of localize from an opened source to its outputs and its exit code."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bf16forensics import __version__
+from bf16forensics.commands._source import Opened
+from bf16forensics.errors import InterruptedRun
+
+if TYPE_CHECKING:
+    from bf16forensics.investigate.keep import KeptRecord
+    from bf16forensics.investigate.localize import HeadsFound, SequencesDone
+    from bf16forensics.investigate.result import LocalizeResult
+    from bf16forensics.recipe.model import Recipe
+    from bf16forensics.verdict.findings import Judgement
+
+#: Heads whose records a case keeps.
+_KEPT_HEADS = 4
+#: Seconds before a progress bar appears.
+_QUIET_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What the user wants to have afterwards."""
+
+    #: Directory of the case; None for none.
+    case: Path | None
+    as_json: bool
+    #: Heads in the table.
+    top: int
+    #: "note", "warning" or "error".
+    fail_on: str
+    force: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalizeRun:
+    """A run of localize, ready to start."""
+
+    opened: Opened
+    recipe: "Recipe"
+    reference: str
+    #: Sequences of one optimiser step; None takes those of a recorded line.
+    step_sequences: int | None
+    threads: int | None
+    until_decided: bool
+    load_s: float
+    #: Command line for the report.
+    command: tuple[str, ...]
+
+    def execute(self, outputs: Outputs) -> int:
+        """Runs, judges, writes the case, prints, and returns the exit code.
+
+        Raises:
+            InterruptedRun: stopped by the user; what was finished has been written and printed.
+        """
+        from bf16forensics.report.case import write_case
+        from bf16forensics.report.document import document
+        from bf16forensics.report.environment import collect
+        from bf16forensics.report.jsonio import dumps
+        from bf16forensics.report.terminal import show
+        from bf16forensics.verdict.judge import exit_code, judge
+
+        found = self._find()
+        result = self._result(found)
+        judgement = judge(result, command=self.command)
+        environment = collect(tool_version=__version__, threads=self.threads)
+        built = document(result, judgement, command=self.command, environment=environment)
+        if outputs.case is not None:
+            built = write_case(outputs.case, built, self._kept(found, judgement), force=outputs.force)
+        if outputs.as_json:
+            sys.stdout.write(dumps(built))
+        else:
+            show(result, judgement, top=outputs.top, case=None if outputs.case is None else str(outputs.case))
+        if found.interrupted:
+            raise InterruptedRun(
+                f"interrupted after {found.sequences} of {result.sequences_planned} sequences; "
+                "the report covers those that were finished"
+            )
+        return exit_code(judgement, outputs.fail_on)
+
+    def _find(self) -> "HeadsFound":
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from bf16forensics.investigate.localize import LocalizeOptions, find_heads
+
+        console = Console(stderr=True)
+        planned = self.opened.source.shape.num_sequences
+        columns = (TextColumn("sequences"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        started = time.perf_counter()
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("sequences", total=planned, visible=False)
+
+            def on_progress(progress: "SequencesDone") -> None:
+                bar.update(task, completed=progress.done, visible=time.perf_counter() - started > _QUIET_S)
+
+            return find_heads(
+                self.opened.source,
+                LocalizeOptions(recipe=self.recipe, reference=self.reference, workers=self.threads),
+                on_progress,
+                self._is_decided if self.until_decided else None,
+            )
+
+    def _is_decided(self, found: "HeadsFound") -> bool:
+        from bf16forensics.verdict.findings import CANNOT_JUDGE
+        from bf16forensics.verdict.judge import judge
+
+        return all(head.verdict != CANNOT_JUDGE for head in judge(self._result(found)).heads)
+
+    def _result(self, found: "HeadsFound") -> "LocalizeResult":
+        from bf16forensics.investigate.result import InputFile, LocalizeResult, Timing
+
+        opened, shape = self.opened, self.opened.source.shape
+        work = found.capture_work_s + found.evidence_work_s
+        share = found.capture_work_s / work if work > 0 else 0.0
+        return LocalizeResult(
+            recipe=self.recipe,
+            reference=self.reference,
+            activations=opened.activations,
+            inputs=tuple(
+                InputFile(role=f.role, path=f.path, size_bytes=f.size_bytes, sha256=f.sha256) for f in opened.files
+            ),
+            kind=opened.kind,
+            shape=opened.shape,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            scale=opened.scale,
+            window=opened.window,
+            softcap=opened.softcap,
+            causal=opened.causal,
+            sequences=found.sequences,
+            sequences_planned=shape.num_sequences,
+            tokens=shape.num_queries,
+            steps=tuple(dict.fromkeys(shape.steps[: found.sequences])),
+            step_sequences=self.step_sequences or shape.step_sequences,
+            loss=found.loss,
+            heads=found.heads,
+            unused_tensors=opened.unused_tensors,
+            notes=opened.notes,
+            interrupted=found.interrupted,
+            timing=Timing(
+                load_s=self.load_s,
+                capture_s=found.analysis_s * share,
+                evidence_s=found.analysis_s * (1.0 - share),
+                analysis_s=found.analysis_s,
+                peak_rss_bytes=_peak_rss_bytes(),
+            ),
+        )
+
+    def _kept(self, found: "HeadsFound", judgement: "Judgement") -> tuple["KeptRecord", ...]:
+        from bf16forensics.investigate.kept import kept_records
+
+        return kept_records(self.opened.source, found.probes, judgement.ranking[:_KEPT_HEADS], self.recipe)
+
+
+def _peak_rss_bytes() -> int:
+    """Peak resident memory of this process; 0 where the platform does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)

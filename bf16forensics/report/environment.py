@@ -1,0 +1,62 @@
+"""What a run ran on, read from package metadata: importing a tensor library only to print its version is not needed."""
+
+import os
+import platform
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Versions and machine. The fields after `device` differ between runs and machines."""
+
+    #: Version of this package.
+    tool_version: str
+    #: Versions; None where a package is not installed.
+    python: str
+    torch: str | None
+    numpy: str | None
+    triton: str | None
+    #: "Linux x86_64".
+    platform: str
+    #: Device of the analysis: "cpu".
+    device: str
+    #: Threads that the analysis used.
+    threads: int
+    host: str
+    #: Start of the report, UTC, ISO 8601 with seconds.
+    date: str
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed package; None when it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def collect(*, tool_version: str, threads: int | None = None, device: str = "cpu") -> Environment:
+    """Reads the environment of this process.
+
+    Args:
+        tool_version: version of this package.
+        threads: threads that the analysis used; None for the number of processors this process may run on.
+        device: device of the analysis.
+    """
+    if threads is None:
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Environment(
+        tool_version=tool_version,
+        python=platform.python_version(),
+        torch=package_version("torch"),
+        numpy=package_version("numpy"),
+        triton=package_version("triton"),
+        platform=f"{platform.system()} {platform.machine()}",
+        device=device,
+        threads=threads,
+        host=socket.gethostname(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

@@ -1,0 +1,107 @@
+"""The terminal report: at most 60 lines whatever the model's size, readable without colour."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from bf16forensics.investigate.result import LocalizeResult
+from bf16forensics.report.glyphs import glyphs_for
+from bf16forensics.report.layout import Line
+from bf16forensics.report.sections import closing, findings, header, next_steps, unchecked, verdict
+from bf16forensics.report.table import head_table
+from bf16forensics.verdict.findings import Judgement
+
+#: Lines of the whole report at 100 columns.
+MAX_LINES = 60
+#: Heads whose rows of the table come before long findings, and lines that findings get in any case.
+_TABLE_HEADS = 10
+_LEAST_FINDING_LINES = 8
+_WIDEST = 120
+_NARROWEST = 60
+
+
+def render(
+    result: LocalizeResult,
+    judgement: Judgement,
+    *,
+    width: int = 100,
+    top: int = 10,
+    encoding: str | None = "utf-8",
+    case: str | None = None,
+) -> str:
+    """The report as plain text ending in a newline.
+
+    Args:
+        result: what was measured.
+        judgement: what was concluded.
+        width: columns; below 60 is taken as 60.
+        top: heads in the table; fewer where the 60 lines leave less room, which the report then says.
+        encoding: of the stream that will take the text; characters it lacks are replaced (P-bar, delta, sigma).
+        case: directory of the case written, to be named in the report; None for none.
+
+    Returns:
+        Text without control sequences that `encoding` can encode.
+    """
+    return "".join(f"{line.text}\n" for line in _lines(result, judgement, width, top, encoding, case))
+
+
+def show(
+    result: LocalizeResult,
+    judgement: Judgement,
+    *,
+    stream: TextIO | None = None,
+    top: int = 10,
+    case: str | None = None,
+) -> None:
+    """Writes the report to a stream: in colour on a terminal, plain otherwise. Arguments as for `render`."""
+    target = sys.stdout if stream is None else stream
+    console = Console(file=target, highlight=False, markup=False)
+    width = console.width if console.is_terminal else _width_of_files()
+    lines = _lines(result, judgement, width, top, getattr(target, "encoding", None), case)
+    if not console.is_terminal:
+        target.write("".join(f"{line.text}\n" for line in lines))
+        return
+    for line in lines:
+        console.print(Text(line.text, style=line.style), soft_wrap=True)
+
+
+def _lines(
+    result: LocalizeResult, judgement: Judgement, width: int, top: int, encoding: str | None, case: str | None
+) -> list[Line]:
+    glyphs = glyphs_for(encoding)
+    columns = min(max(width, _NARROWEST), _WIDEST)
+    before = [*header(result, columns, glyphs), *verdict(judgement, columns)]
+    after = [
+        *unchecked(judgement, columns),
+        *next_steps(judgement, columns, case),
+        *closing(result, judgement, columns),
+    ]
+    room = MAX_LINES - len(before) - len(after)
+    wanted = head_table(result, judgement, columns, glyphs, top=min(top, _TABLE_HEADS), room=room)
+    found = findings(judgement, columns, max(room - len(wanted), _LEAST_FINDING_LINES))
+    table = head_table(result, judgement, columns, glyphs, top=top, room=room - len(found))
+    return [_encodable(line, encoding) for line in _joined((before, found, table, after))]
+
+
+def _width_of_files() -> int:
+    """Columns where no terminal says how many: what COLUMNS asks for, else 100."""
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if asked.isdecimal() else 100
+
+
+def _joined(parts: Sequence[Sequence[Line]]) -> list[Line]:
+    return [line for part in parts for line in part]
+
+
+def _encodable(line: Line, encoding: str | None) -> Line:
+    """The line with what the stream cannot carry written as escapes; names of files and tensors may hold anything."""
+    name = encoding or "ascii"
+    try:
+        text = line.text.encode(name, "backslashreplace").decode(name)
+    except LookupError:
+        text = line.text.encode("ascii", "backslashreplace").decode("ascii")
+    return Line(text=text, style=line.style)
