@@ -1,0 +1,1 @@
+"""Checkpoints, recorded batches and raw records, read without executing anything that a file holds."""
