@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from bf16forensics import __version__
-from bf16forensics.commands import explain, localize, recipe
+from bf16forensics.commands import demo, explain, localize, recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,3 +38,4 @@ def _global_options(
 app.command("localize")(localize.localize)
 app.command("explain")(explain.explain)
 app.add_typer(recipe.app, name="recipe")
+app.command("demo")(demo.demo)

@@ -23,6 +23,7 @@ ROOMS = (
     "investigate",
     "verdict",
     "report",
+    "demo",
     "commands",
 )
 #: Modules at the top of the package that every room may import; `bf16forensics` itself holds the version.

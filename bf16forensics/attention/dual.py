@@ -116,8 +116,7 @@ def _block(heads: _Heads, geometry: Geometry, span: slice, recipe: Recipe, block
     rows, keys = slice(*block.rows), slice(*block.keys)
     geometry = geometry.for_heads(span)
     bias = geometry.bias_block(block.rows, block.keys)
-    k, v = heads.k[:, keys].contiguous(), heads.v[:, keys].contiguous()
-    k_hp, v_hp = heads.k_hp[:, keys].contiguous(), heads.v_hp[:, keys].contiguous()
+    k, v, k_hp, v_hp = heads.k[:, keys], heads.v[:, keys], heads.k_hp[:, keys], heads.v_hp[:, keys]
     tile_k = recipe.tile(heads.q.shape[-1], block.num_keys)[1]
 
     lp_s = lp_scores(heads.q[:, rows], k, geometry, recipe, block, bias)

@@ -65,7 +65,9 @@ def query_gradients(inputs: GradientInputs, recipe: Recipe) -> DeltaBlock:
     # High precision: delta - dP_j = dO . (O - v_j).
     hp_offset = (do64 * hp.o_minus_top).sum(-1)
     slope_top = None if inputs.slope is None else _pick(inputs.slope, hp.top).double()
-    shifted = dp_raw - dp_top.to(dp_raw.dtype)[..., None]
+    # Shifting by the product's own entry makes the top key's difference exactly 0: an FP32 product and the float64 dP_j
+    # differ by more than a saturated row's whole excess.
+    shifted = dp_raw - _pick(dp_raw, hp.top)[..., None]
     p_others = hp.p_others if inputs.slope is None else hp.p_others * inputs.slope
     weighted = torch.matmul(p_others * shifted, inputs.k_hp).double()
     key_top = gather_rows(inputs.k_hp, hp.top).double()

@@ -99,7 +99,7 @@ def lp_scores(
         scores = round_to(scores + bias.float(), recipe.scores)
     visible = geometry.visible(block.rows, block.keys, block.num_queries, block.num_keys)
     if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
+        scores = scores.masked_fill_(~visible, -torch.inf)
     return LpScores(values=scores, unit=scale if folds_scale(recipe, geometry) else 1.0)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from bf16forensics.capture.exact_attention import exact_attention
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
 from bf16forensics.capture.source import LossSink, SourceShape
 from bf16forensics.emulate.rounding import round_to
@@ -30,9 +30,6 @@ from bf16forensics.load.nanogpt import NanoGPTCheckpoint, NanoGPTLayer
 
 #: Values of `activations`; the first is the default.
 ACTIVATIONS = ("fp32",)
-
-#: Query rows computed at once; longer sequences recompute each slice in the backward pass.
-_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,40 +196,6 @@ class _Call:
     k: torch.Tensor
     v: torch.Tensor
     o: torch.Tensor
-
-
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """Softmax attention in the dtype of its operands, differentiable, slice of rows by slice of rows.
-
-    Args:
-        q: [H, N, D].
-        k: [H, M, D].
-        v: [H, M, E].
-        geometry: scale and masks; soft-cap and bias are not part of this model family.
-
-    Returns:
-        [H, N, E]; 0 in rows that see no key.
-    """
-
-    num_queries, num_keys = q.shape[1], k.shape[1]
-
-    def rows(q_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
-        scores = q_rows @ keys.transpose(-1, -2) * geometry.scale
-        visible = geometry.visible((start, start + q_rows.shape[1]), (0, num_keys), num_queries, num_keys)
-        if visible is None:
-            return torch.softmax(scores, dim=-1) @ values
-        # A row of -inf would turn into NaN: give it finite scores, then drop its result.
-        empty = ~visible.any(-1, keepdim=True)
-        scores = scores.masked_fill(~(visible | empty), -torch.inf)
-        return torch.softmax(scores, dim=-1).masked_fill(empty, 0.0) @ values
-
-    if num_queries <= _ROWS_AT_ONCE:
-        return rows(q, k, v, 0)
-    slices = [
-        checkpoint(rows, q[:, start : start + _ROWS_AT_ONCE], k, v, start, use_reentrant=False)
-        for start in range(0, num_queries, _ROWS_AT_ONCE)
-    ]
-    return torch.cat(slices, dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,7 +128,9 @@ def raw_source(raw: RawRecord, options: RawGeometry, sequences: int | None = Non
     """
     batch, queries, keys = raw.q.shape[0], raw.q.shape[2], raw.k.shape[2]
     if sequences is not None and not 1 <= sequences <= batch:
-        raise InputError(f"{raw.facts.path}: holds {batch} sequences; --sequences must be 1 to {batch}, got {sequences}")
+        raise InputError(
+            f"{raw.facts.path}: holds {batch} sequences; --sequences must be 1 to {batch}, got {sequences}"
+        )
     if sequences is not None:
         raw = _first(raw, sequences)
     if raw.document_ids is not None and queries != keys:
@@ -149,6 +151,8 @@ def raw_source(raw: RawRecord, options: RawGeometry, sequences: int | None = Non
 
 def _first(raw: RawRecord, sequences: int) -> RawRecord:
     names = ("q", "k", "v", "do", "x", "key_padding", "document_ids")
-    cut: dict[str, Any] = {name: None if (tensor := getattr(raw, name)) is None else tensor[:sequences] for name in names}
+    cut: dict[str, Any] = {
+        name: None if (tensor := getattr(raw, name)) is None else tensor[:sequences] for name in names
+    }
     mask = raw.mask if raw.mask is None or raw.mask.shape[0] == 1 else raw.mask[:sequences]
     return replace(raw, mask=mask, **cut)

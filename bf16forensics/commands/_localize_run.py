@@ -58,30 +58,37 @@ class LocalizeRun:
         Raises:
             InterruptedRun: stopped by the user; what was finished has been written and printed.
         """
-        from bf16forensics.report.case import write_case
-        from bf16forensics.report.document import document
-        from bf16forensics.report.environment import collect
         from bf16forensics.report.jsonio import dumps
         from bf16forensics.report.terminal import show
-        from bf16forensics.verdict.judge import exit_code, judge
+        from bf16forensics.verdict.judge import exit_code
 
-        found = self._find()
-        result = self._result(found)
-        judgement = judge(result, command=self.command)
-        environment = collect(tool_version=__version__, threads=self.threads)
-        built = document(result, judgement, command=self.command, environment=environment)
-        if outputs.case is not None:
-            built = write_case(outputs.case, built, self._kept(found, judgement), force=outputs.force)
+        done = self.analyse()
+        built = self.record(done, outputs.case, force=outputs.force)
         if outputs.as_json:
             sys.stdout.write(dumps(built))
         else:
-            show(result, judgement, top=outputs.top, case=None if outputs.case is None else str(outputs.case))
-        if found.interrupted:
-            raise InterruptedRun(
-                f"interrupted after {found.sequences} of {result.sequences_planned} sequences; "
-                "the report covers those that were finished"
-            )
-        return exit_code(judgement, outputs.fail_on)
+            case = None if outputs.case is None else str(outputs.case)
+            show(done.result, done.judgement, top=outputs.top, case=case)
+        done.raise_if_interrupted()
+        return exit_code(done.judgement, outputs.fail_on)
+
+    def analyse(self) -> "Analysed":
+        """Runs and judges."""
+        from bf16forensics.verdict.judge import judge
+
+        found = self._find()
+        result = self._result(found)
+        return Analysed(found=found, result=result, judgement=judge(result, command=self.command))
+
+    def record(self, done: "Analysed", case: Path | None, *, force: bool) -> dict[str, object]:
+        """The JSON document of what `analyse` gave, written as a case too where a directory is named."""
+        from bf16forensics.report.case import write_case
+        from bf16forensics.report.document import document
+        from bf16forensics.report.environment import collect
+
+        environment = collect(tool_version=__version__, threads=self.threads)
+        built = document(done.result, done.judgement, command=self.command, environment=environment)
+        return built if case is None else write_case(case, built, self._kept(done.found, done.judgement), force=force)
 
     def _find(self) -> "HeadsFound":
         from rich.console import Console
@@ -158,6 +165,27 @@ class LocalizeRun:
         from bf16forensics.investigate.kept import kept_records
 
         return kept_records(self.opened.source, found.probes, judgement.ranking[:_KEPT_HEADS], self.recipe)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysed:
+    """A run that has ended, judged, before anything of it was written."""
+
+    found: "HeadsFound"
+    result: "LocalizeResult"
+    judgement: "Judgement"
+
+    def raise_if_interrupted(self) -> None:
+        """Tells that the run was stopped, if it was.
+
+        Raises:
+            InterruptedRun: stopped by the user before the last sequence.
+        """
+        if self.found.interrupted:
+            raise InterruptedRun(
+                f"interrupted after {self.found.sequences} of {self.result.sequences_planned} sequences; "
+                "the report covers those that were finished"
+            )
 
 
 def _peak_rss_bytes() -> int:

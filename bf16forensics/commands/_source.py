@@ -1,5 +1,6 @@
 """From the options of a command to a source of records, with everything a report says about where they came from."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,16 +124,14 @@ def open_model(given: ModelInput) -> Opened:
     facts = FileFacts(
         role="checkpoint", path=checkpoint.path, size_bytes=checkpoint.size_bytes, sha256=checkpoint.sha256
     )
-    source = NanoGPTSource(
-        capture=NanoGPTCapture(checkpoint=checkpoint, activations=given.activations), batch=batch
-    )
+    source = NanoGPTSource(capture=NanoGPTCapture(checkpoint=checkpoint, activations=given.activations), batch=batch)
     return Opened(
         source=source,
         kind="nanogpt",
         shape=f"nanoGPT, {config.n_layer} layers, {config.n_head} heads, head size {head_size}, "
         f"width {config.n_embd}, weights {checkpoint.weight_dtype}",
         activations=given.activations,
-        scale=head_size**-0.5,
+        scale=1.0 / math.sqrt(head_size),
         causal=True,
         window=None,
         softcap=None,

@@ -1,4 +1,4 @@
-"""`bf16forensics localize`: which layers and heads carry rounding error that matters, ranked, signed, with a verdict."""
+"""`bf16forensics localize`: which layers and heads carry rounding error that matters, ranked, with signs and a verdict."""
 
 import time
 from enum import StrEnum
@@ -10,6 +10,11 @@ import typer
 from bf16forensics.commands._localize_run import LocalizeRun, Outputs
 from bf16forensics.commands._options import FailOn, FailOnOption, ForceFlag, JsonFlag, OutputDir
 from bf16forensics.commands._source import ModelInput, RecordInput, open_source
+from bf16forensics.errors import InputError
+
+#: Options that only one of the two kinds of input has.
+_RECORD_OPTIONS = ("layout", "dtype", "causal", "window", "softcap", "scale")
+_MODEL_OPTIONS = ("batch", "indices", "lines", "first_step", "n_head")
 
 
 class Reference(StrEnum):
@@ -68,9 +73,7 @@ def localize(
         int | None,
         typer.Option(min=1, help="Heads, for a bare state dict that does not say."),
     ] = None,
-    activations: Annotated[
-        Activations, typer.Option(help="What the captured model computes in.")
-    ] = Activations.FP32,
+    activations: Annotated[Activations, typer.Option(help="What the captured model computes in.")] = Activations.FP32,
     until_decided: Annotated[
         bool,
         typer.Option("--until-decided", help="Stop at the first step after which no head is undecided."),
@@ -79,27 +82,19 @@ def localize(
         Path | None,
         typer.Option(help="q, k, v, do in one file or folder, instead of CKPT."),
     ] = None,
-    layout: Annotated[
-        Layout | None, typer.Option(help="Axis order of q, k, v, do.", show_default=False)
-    ] = None,
+    layout: Annotated[Layout | None, typer.Option(help="Axis order of q, k, v, do.", show_default=False)] = None,
     dtype: Annotated[
         Storage | None,
         typer.Option(help="Storage format of q, k, v, do (default bf16)."),
     ] = None,
-    causal: Annotated[
-        bool, typer.Option("--causal/--no-causal", help="Bottom-right causal mask.")
-    ] = True,
-    window: Annotated[
-        int | None, typer.Option(help="Visible keys, the query's own included.")
-    ] = None,
+    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Bottom-right causal mask.")] = True,
+    window: Annotated[int | None, typer.Option(help="Visible keys, the query's own included.")] = None,
     softcap: Annotated[float | None, typer.Option(help="Soft-cap of the scores.")] = None,
-    scale: Annotated[
-        float | None, typer.Option(help="Softmax scale (default 1/sqrt(D)).")
-    ] = None,
+    scale: Annotated[float | None, typer.Option(help="Softmax scale (default 1/sqrt(D)).")] = None,
     recipe: Annotated[
         str, typer.Option(help="Where the kernel rounds: NAME, NAME+POINT=DTYPE, or a TOML file.")
     ] = "fa2",
-    reference: Annotated[Reference, typer.Option(help="Precision of the reference.")] = Reference.FP64,
+    reference: Annotated[Reference, typer.Option(help="Precision of the reference.")] = Reference.FP32,
     step_sequences: Annotated[
         int | None,
         typer.Option(min=1, help="Sequences of one optimiser step (default: those of a recorded line)."),
@@ -124,6 +119,10 @@ def localize(
     chosen = resolve(recipe)
     if output is not None:
         check_target(output, force=force)
+    if checkpoint is not None and record is None:
+        _refuse(context, _RECORD_OPTIONS, "--record FILE")
+    if record is not None and checkpoint is None:
+        _refuse(context, _MODEL_OPTIONS, "a checkpoint")
     started = time.perf_counter()
     opened = open_source(
         None
@@ -162,3 +161,11 @@ def localize(
         command=("bf16forensics", *(context.obj or ())),
     )
     raise typer.Exit(run.execute(Outputs(case=output, as_json=as_json, top=top, fail_on=fail_on.value, force=force)))
+
+
+def _refuse(context: typer.Context, names: tuple[str, ...], owner: str) -> None:
+    """An option that would be ignored is refused: whoever gave it believes that it was applied."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise InputError(f"--{name.replace('_', '-')} goes with {owner} only; leave it out")

@@ -11,6 +11,7 @@ import numpy as np
 from bf16forensics.evidence.accumulate import GradientSums
 from bf16forensics.evidence.results import ErrorStatistics, GradientCoupling, StepRatio, Telescope
 from bf16forensics.evidence.statistics import (
+    UNDEFINED_TEST,
     FlipTest,
     bias_bounds,
     effective_number,
@@ -49,6 +50,11 @@ class HeadGrams:
         """Whether every inner product is finite."""
         return all(bool(np.isfinite(m).all()) for m in (self.hp, self.defect, self.total))
 
+    def undefined(self) -> "HeadGrams":
+        """The same with nothing known, for a head whose gradients overflowed."""
+        unknown = np.full_like(self.hp, math.nan)
+        return HeadGrams(hp=unknown, defect=unknown, total=unknown, hp_defect=unknown, hp_total=unknown)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyTests:
@@ -59,12 +65,22 @@ class FamilyTests:
     total: FlipTest
 
 
+#: Tests of a head that is not in the family.
+NOT_TESTED = FamilyTests(hp=UNDEFINED_TEST, defect=UNDEFINED_TEST, total=UNDEFINED_TEST)
+
+
 def head_grams(store: GradientStore, head: int, num_sequences: int) -> HeadGrams:
     """Gram matrices of one head's stored gradients."""
     hp, defect, total = (store.vectors(kind, head, num_sequences) for kind in GradientStore.KINDS)
-    return HeadGrams(
-        hp=hp @ hp.T, defect=defect @ defect.T, total=total @ total.T, hp_defect=hp @ defect.T, hp_total=hp @ total.T
-    )
+    # Gradients that overflowed make products that are not finite, which `finite` tells.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return HeadGrams(
+            hp=hp @ hp.T,
+            defect=defect @ defect.T,
+            total=total @ total.T,
+            hp_defect=hp @ defect.T,
+            hp_total=hp @ total.T,
+        )
 
 
 def family_tests(grams: list[HeadGrams]) -> list[FamilyTests]:
@@ -166,7 +182,7 @@ def gradient_coupling(
 
 
 def _relative(error: np.ndarray, norm: float) -> float:
-    return float(np.linalg.norm(error)) / norm if norm > 0 else math.nan
+    return float(np.linalg.norm(error)) / norm if 0 < norm < math.inf else math.nan
 
 
 def _telescope(parts: dict[str, np.ndarray], e_defect: np.ndarray, e_total: np.ndarray, norm: float) -> Telescope:

@@ -118,5 +118,3 @@ def undefined_statistics(sequences: int) -> SignedStatistics:
         clustered=ClusteredStatistics(sequences=sequences, mean=nan, standard_error=nan, t=nan, p=nan),
         robust=RobustStatistics(n_effective=nan, largest_share=nan, sign_without_top_1_percent=0),
     )
-
-

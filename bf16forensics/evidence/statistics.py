@@ -123,6 +123,10 @@ class FlipTest:
     family_quantile: float
 
 
+#: Result where there is nothing to test.
+UNDEFINED_TEST = FlipTest(p=math.nan, p_adjusted=math.nan, family_quantile=math.nan)
+
+
 def flip_tests(grams: list[np.ndarray]) -> list[FlipTest]:
     """Tests every head of a family for a non-zero mean vector.
 
@@ -138,7 +142,7 @@ def flip_tests(grams: list[np.ndarray]) -> list[FlipTest]:
         return []
     n = grams[0].shape[0]
     if n < 2:
-        return [FlipTest(p=math.nan, p_adjusted=math.nan, family_quantile=math.nan) for _ in grams]
+        return [UNDEFINED_TEST for _ in grams]
     signs = sign_matrix(n)
     flipped = np.stack([flipped_statistics(gram, signs) for gram in grams])
     observed = np.array([flipped_statistics(gram, np.ones((1, n)))[0] for gram in grams])

@@ -92,8 +92,7 @@ def summarise(record: AttentionRecord, dual: DualPass, output_format: str) -> Re
         dual: its dual pass.
         output_format: format of O ("bf16"), whose ulp the output error is counted in.
     """
-    heads, queries = dual.lse_lp.shape
-    real = torch.ones(queries, dtype=torch.bool)
+    real = torch.ones(dual.lse_lp.shape[1], dtype=torch.bool)
     if record.geometry.query_padding is not None:
         real = record.geometry.query_padding
     rows = (dual.maxima.visible > 0) & real[None]

@@ -9,7 +9,7 @@ from bf16forensics.capture.record import AttentionRecord, LayerWeights
 from bf16forensics.capture.source import RecordSource
 from bf16forensics.evidence.accumulate import LayerAccumulator, SequenceEvidence
 from bf16forensics.evidence.assemble import head_evidence
-from bf16forensics.evidence.coupling import StepSpan, family_tests, gradient_coupling, head_grams
+from bf16forensics.evidence.coupling import NOT_TESTED, StepSpan, family_tests, gradient_coupling, head_grams
 from bf16forensics.evidence.finite import nonfinite_weights
 from bf16forensics.evidence.functional import score_variance
 from bf16forensics.evidence.results import GradientCoupling, HeadEvidence
@@ -84,7 +84,11 @@ class Collector:
     def _coupling(
         self, probes: tuple[AttentionRecord, ...], nonfinite: list[list[tuple[str, ...]]]
     ) -> dict[int, GradientCoupling]:
-        """Coupling by head index; heads with non-finite inputs or gradients are left out of the family."""
+        """Coupling by head index.
+
+        Heads with non-finite inputs have none. Heads whose gradients overflowed have an undefined one. Both are left
+        out of the family, where one of them would spoil every p.
+        """
         if self._store is None:
             return {}
         heads, n = self._shape.num_heads, self.num_sequences
@@ -92,9 +96,9 @@ class Collector:
         for index in range(heads * len(self._layers)):
             if not nonfinite[index // heads][index % heads]:
                 gram = head_grams(self._store, index, n)
-                if gram.finite:
-                    grams[index] = gram
-        tests = dict(zip(grams, family_tests(list(grams.values())), strict=True))
+                grams[index] = gram if gram.finite else gram.undefined()
+        family = [index for index, gram in grams.items() if gram.finite]
+        tests = dict(zip(family, family_tests([grams[index] for index in family]), strict=True))
         functional = self._functional(probes, n)
         group = heads // self._shape.num_kv_heads
         found: dict[int, GradientCoupling] = {}
@@ -107,7 +111,7 @@ class Collector:
                 self._store,
                 index,
                 gram,
-                tests[index],
+                tests.get(index, NOT_TESTED),
                 accumulator.gradients,
                 head,
                 accumulator.key_sum[head // group] / max(accumulator.key_count, 1),
@@ -136,7 +140,6 @@ class Collector:
                 move = torch.from_numpy(np.stack(means)).view(heads, self._shape.head_size, -1)
                 for record in records:
                     total[span] += score_variance(record, move).numpy()
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             ratio = np.sqrt(error / gradient)
         return dict(enumerate(ratio.tolist()))
-

@@ -1,0 +1,1 @@
+"""Files of `bf16forensics demo`: two checkpoints and their recorded batch, made by examples/make_demo.py."""
