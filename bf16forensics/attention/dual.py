@@ -69,8 +69,10 @@ def dual_pass(record: AttentionRecord, recipe: Recipe, reference: str = "fp64") 
         raise InputError(f"reference must be fp32 or fp64; got {reference!r}")
     dtype = _REFERENCE_DTYPES[reference]
     with torch.no_grad(), strict_fp32():
+        # Last rows first: causal blocks then shrink and fit into the memory that the larger ones before them gave back.
+        blocks = tuple(_blocks(record))[::-1]
         chunks = [
-            _concatenate([_block(heads, record.geometry, span, recipe, block) for block in _blocks(record)], dim=1)
+            _concatenate([_block(heads, record.geometry, span, recipe, block) for block in blocks][::-1], dim=1)
             for span, heads in _chunks(record, dtype)
         ]
         whole: DualPass = _concatenate(chunks, dim=0)

@@ -1,4 +1,4 @@
-"""`bf16forensics localize`: which layers and heads carry rounding error that matters, ranked, with signs and a verdict."""
+"""`bf16forensics localize`: which layers and heads carry rounding error that matters, with signs and a verdict."""
 
 import time
 from enum import StrEnum
@@ -48,7 +48,7 @@ class Storage(StrEnum):
 def localize(
     context: typer.Context,
     checkpoint: Annotated[
-        Path | None, typer.Argument(metavar="[CKPT]", help="nanoGPT checkpoint.", show_default=False)
+        Path | None, typer.Argument(metavar="CKPT", help="nanoGPT checkpoint.", show_default=False)
     ] = None,
     batch: Annotated[
         Path | None,

@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bf16forensics.attention.backward import recipe_gradients
 from bf16forensics.attention.dual import dual_pass
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.geometry.geometry import Geometry
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.gpu
 MOST_DIFFERING = 0.02
 #: How many times as much every wrong recipe must differ.
 SEPARATION = 4.0
+#: Neither O nor a gradient rounds, nor any operand.
+UNROUNDED = "fa2+p_bar=fp32,o=fp32,p_backward=fp32,ds=fp32,dq=fp32,dkv=fp32"
 #: Heads on the GPU, so that rows alone fill it, and heads compared.
 HEADS, COMPARED = 132, 4
 WRONG = ("fa2+o_bar=bf16", "fa2+scores=bf16", "fa2+p_bar=fp32", "fa2+row_sum_input=bf16", "paper", "sdpa-math")
@@ -50,13 +53,14 @@ def largest_probability(record):
 
 
 def flash(record):
-    """O, log-sum-exp and dQ of PyTorch's flash backend for a record."""
+    """O, log-sum-exp, dQ, dK and dV of PyTorch's flash backend for a record."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     q, k, v = (t[None].to("cuda", torch.bfloat16).requires_grad_() for t in (record.q, record.k, record.v))
     out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, record.geometry.causal, False)
     out[0].backward(record.do[None].to("cuda", torch.bfloat16))
-    return out[0][0].detach().double().cpu(), out[1][0].detach().double().cpu(), q.grad[0].double().cpu()
+    found = (out[0].detach(), out[1].detach(), q.grad, k.grad, v.grad)
+    return tuple(t[0].double().cpu() for t in found)
 
 
 @pytest.mark.parametrize(("size", "tokens", "causal"), [
@@ -64,7 +68,7 @@ def flash(record):
 ])  # fmt: skip
 def test_fa2_describes_the_fused_kernel(size, tokens, causal):
     everything = record_of(HEADS, tokens, size, causal, seed=size + tokens)
-    o, lse, dq = (t[:COMPARED] for t in flash(everything))
+    o, lse, dq, dk, dv = (t[:COMPARED] for t in flash(everything))
     parts = {name: getattr(everything, name)[:COMPARED] for name in ("q", "k", "v", "do")}
     record = replace(everything, **parts)
     dual = dual_pass(record, resolve("fa2"), "fp64")
@@ -86,3 +90,12 @@ def test_fa2_describes_the_fused_kernel(size, tokens, causal):
     torch.testing.assert_close(dual.lse_lp, lse, rtol=0, atol=2e-5)
     # The kernel and its recipe share their roundings: they lie closer to each other than either lies to hp.
     assert dq_error <= 0.5 * rounding
+
+    gradients, hp = recipe_gradients(record, resolve("fa2")), recipe_gradients(record, resolve(UNROUNDED))
+    for name, kernel in (("dk", dk), ("dv", dv)):
+        mine, exact = getattr(gradients, name).double(), getattr(hp, name).double()
+        gap, rounding = (mine - kernel).norm().item(), (mine - exact).norm().item()
+        print(
+            f"   {name}: recipe - kernel {gap / kernel.norm():.2e}, recipe - unrounded {rounding / kernel.norm():.2e}"
+        )
+        assert gap <= 0.5 * rounding

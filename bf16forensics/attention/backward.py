@@ -1,0 +1,104 @@
+"""The whole backward pass of a recipe: dQ, dK and dV with every cast it makes.
+
+The evidence needs only dQ, which the dual pass has in stages. This is the rest of the specification, for comparing a
+recipe with a kernel's own gradients.
+
+Shapes: H query heads, G key/value heads, N queries, M keys, D and E head sizes of q/k and v.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from bf16forensics.attention.lp import backward_probabilities, forward_rows, key_tiles
+from bf16forensics.attention.scores import Block, lp_scores, product
+from bf16forensics.capture.record import AttentionRecord
+from bf16forensics.emulate.rounding import round_to
+from bf16forensics.emulate.strict import strict_fp32
+from bf16forensics.errors import InputError
+from bf16forensics.recipe.model import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeGradients:
+    """Output and gradients by a recipe, FP32 tensors holding values of the recipe's formats."""
+
+    #: [H, N, E]
+    o: torch.Tensor
+    #: [H, N, D]
+    dq: torch.Tensor
+    #: [G, M, D] and [G, M, E]; with several query heads a key/value head, each head's part rounds, then their sum.
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def recipe_gradients(record: AttentionRecord, recipe: Recipe) -> RecipeGradients:
+    """Runs forward and backward of one record by a recipe.
+
+    Query tiles are visited in ascending order. Where `gradients_at` is "tile", the buffers of dQ, dK and dV round after
+    every tile that is added to them; otherwise they accumulate in FP32 and round once.
+
+    Args:
+        record: one attention call with dO; finite.
+        recipe: rounding points, tiles and order.
+
+    Returns:
+        Output and gradients; 0 for queries and keys that take part in no visible pair.
+
+    Raises:
+        InputError: the record has no dO, or a soft-cap (its derivative is only part of the dual pass).
+    """
+    if record.do is None:
+        raise InputError("the record has no do: a backward pass needs the gradient of O")
+    if record.geometry.softcap is not None:
+        raise InputError("recipe_gradients knows no soft-cap; use the dual pass, which gives dQ")
+    group = record.num_heads // record.num_kv_heads
+    with torch.no_grad(), strict_fp32():
+        heads = [_head(record, recipe, head, record.do) for head in range(record.num_heads)]
+    o, dq, dk, dv = (torch.stack(parts) for parts in zip(*heads, strict=True))
+    if group > 1:
+        dk, dv = (round_to(part.unflatten(0, (-1, group)).sum(1), recipe.dkv) for part in (dk, dv))
+    return RecipeGradients(o=o, dq=dq, dk=dk, dv=dv)
+
+
+def _head(
+    record: AttentionRecord, recipe: Recipe, head: int, all_do: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    kv = head // (record.num_heads // record.num_kv_heads)
+    q, do, k, v = record.q[head, None], all_do[head, None], record.k[kv, None], record.v[kv, None]
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    tile_q, tile_k = recipe.tile(q.shape[-1], num_keys)
+    geometry, scale = record.geometry.for_heads(slice(head, head + 1)), record.geometry.scale
+    o, dq = torch.zeros_like(do), torch.zeros_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for start in range(0, num_queries, tile_q):
+        rows = (start, min(start + tile_q, num_queries))
+        keys = geometry.key_range(*rows, num_queries, num_keys)
+        if keys[0] == keys[1]:
+            continue
+        own, seen = slice(*rows), slice(*keys)
+        block = Block(rows=rows, keys=keys, num_queries=num_queries, num_keys=num_keys)
+        scores = lp_scores(q[:, own], k[:, seen], geometry, recipe, block, geometry.bias_block(rows, keys))
+        forward = forward_rows(scores, v[:, seen], keys, tile_k, recipe)
+        p = backward_probabilities(scores, forward, recipe)
+        dp = round_to(product(do[:, own], v[:, seen].transpose(-1, -2), recipe.arithmetic), recipe.dp)
+        terms = p * dp if recipe.delta_source == "dp" else round_to(do[:, own] * forward.o, recipe.delta_products)
+        delta = round_to(terms.double().sum(-1), recipe.delta).float()
+        ds = round_to(p * (dp - delta[..., None]), recipe.ds)
+        p = round_to(p, recipe.p_backward)
+        o[:, own] = forward.o
+        for first, last in key_tiles(keys, tile_k, recipe.tile_order):
+            tile = slice(seen.start + first, seen.start + last)
+            ds_tile, p_tile = ds[..., first:last], p[..., first:last]
+            _add(dq, own, product(ds_tile, k[:, tile], recipe.arithmetic) * scale, recipe.dq, recipe)
+            _add(dk, tile, product(ds_tile.mT, q[:, own], recipe.arithmetic) * scale, recipe.dkv, recipe)
+            _add(dv, tile, product(p_tile.mT, do[:, own], recipe.arithmetic), recipe.dkv, recipe)
+    return o[0], round_to(dq, recipe.dq)[0], round_to(dk, recipe.dkv)[0], round_to(dv, recipe.dkv)[0]
+
+
+def _add(buffer: torch.Tensor, where: slice, tile: torch.Tensor, storage: str, recipe: Recipe) -> None:
+    """Adds a tile to a gradient buffer, rounding the tile and the sum where the recipe's buffer is narrow."""
+    if recipe.gradients_at == "tile":
+        buffer[:, where] = round_to(buffer[:, where] + round_to(tile, storage), storage)
+    else:
+        buffer[:, where] += tile
