@@ -17,7 +17,7 @@ from bf16forensics.attention.hp import HpRows, gather_rows, reference_rows
 from bf16forensics.attention.lp import LpRows, backward_probabilities, forward_rows
 from bf16forensics.attention.maxima import count_ones, count_shared_maximum
 from bf16forensics.attention.query_gradient import GradientInputs, query_gradients
-from bf16forensics.attention.result import DeltaRows, DualPass, QueryGradients, RowMaxima
+from bf16forensics.attention.result import DualPass, RowMaxima
 from bf16forensics.attention.scores import Block, HpScores, LpScores, hp_scores, lp_scores
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.strict import strict_fp32

@@ -25,6 +25,10 @@ from bf16forensics.evidence.store import GradientStore
 _DETECTED_P = 0.05
 
 
+#: Recorded steps listed one by one for a head.
+MOST_STEPS = 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpan:
     """The sequences of one recorded step."""
@@ -177,7 +181,7 @@ def gradient_coupling(
         coherence=_coherence(defect.sum(0), sums, head_in_layer),
         coherence_direction=_coherence(sums.direction[head_in_layer], sums, head_in_layer),
         coherence_steps=_split_half(grams.defect, steps),
-        steps=tuple(_step_ratio(span, hp, defect, total) for span in steps),
+        steps=tuple(_step_ratio(span, hp, defect, total) for span in steps[:MOST_STEPS]),
     )
 
 

@@ -199,7 +199,7 @@ class GradientCoupling:
     coherence_direction: float
     #: Split-half coherence across recorded steps; nan with fewer than 2 steps.
     coherence_steps: float
-    #: One entry a recorded step.
+    #: One entry a recorded step, for the first 64 steps.
     steps: tuple[StepRatio, ...]
 
 

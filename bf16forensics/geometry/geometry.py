@@ -92,9 +92,7 @@ class Geometry:
         if self.query_padding is not None:
             masks.append(self.query_padding[rows[0] : rows[1]][:, None])
         if self.document_ids is not None:
-            masks.append(
-                self.document_ids[rows[0] : rows[1]][:, None] == self.document_ids[keys[0] : keys[1]][None, :]
-            )
+            masks.append(self.document_ids[rows[0] : rows[1]][:, None] == self.document_ids[keys[0] : keys[1]][None, :])
         combined: torch.Tensor | None = None
         for mask in masks:
             combined = mask if combined is None else combined & mask
@@ -107,9 +105,7 @@ class Geometry:
 
     def for_heads(self, span: slice) -> "Geometry":
         """The same geometry for a range of query heads; only masks given by head change."""
-        keep, bias = (
-            mask if mask is None or mask.shape[0] == 1 else mask[span] for mask in (self.keep, self.bias)
-        )
+        keep, bias = (mask if mask is None or mask.shape[0] == 1 else mask[span] for mask in (self.keep, self.bias))
         return self if keep is self.keep and bias is self.bias else replace(self, keep=keep, bias=bias)
 
     def bias_block(self, rows: tuple[int, int], keys: tuple[int, int]) -> torch.Tensor | None:

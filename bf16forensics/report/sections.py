@@ -160,9 +160,27 @@ def _size(size_bytes: int) -> str:
 
 
 def _geometry(result: LocalizeResult) -> str:
-    window = "no window" if result.window is None else f"window {result.window}"
+    window = "no window" if result.window is None else f"window {result.window} (own key included)"
     softcap = "no soft-cap" if result.softcap is None else f"soft-cap {number(result.softcap)}"
-    return f"scale {number(result.scale, 6)}, {'causal' if result.causal else 'not causal'}, {window}, {softcap}"
+    causal = "causal (bottom-right)" if result.causal else "not causal"
+    return f"scale {number(result.scale, 6)}, {causal}, {window}, {softcap}"
+
+
+def _pairs(result: LocalizeResult) -> list[str]:
+    """Visible pairs of a head, and rows that took no part; ranges where heads have masks of their own."""
+    parts = [f"{_range([head.pairs for head in result.heads])} visible pairs a head"]
+    for name, values in (
+        ("fully masked row", [head.counts.rows_fully_masked for head in result.heads]),
+        ("padding row", [head.counts.rows_padding for head in result.heads]),
+    ):
+        if any(values):
+            parts.append(f"{_range(values)} {name if set(values) == {1} else name + 's'}")
+    return parts
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _data(result: LocalizeResult) -> str:
@@ -178,4 +196,4 @@ def _data(result: LocalizeResult) -> str:
     parts.append(f"{count(result.step_sequences, 'sequence')} a step")
     if math.isfinite(result.loss):
         parts.append(f"mean loss {number(result.loss, 4)}")
-    return ", ".join(parts)
+    return ", ".join(parts + (_pairs(result) if result.heads else []))
