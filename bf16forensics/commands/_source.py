@@ -117,6 +117,8 @@ def open_model(given: ModelInput) -> Opened:
     else:
         if given.lines is not None:
             raise InputError("--lines chooses lines of an index file; give --indices FILE")
+        if given.batch.suffix == ".bin":
+            raise InputError(f"{given.batch}: a token file says nothing about its batches; give --indices FILE too")
         batch = load_tensor_batch(
             given.batch, block_size=config.block_size, vocab_size=config.vocab_size, sequences=given.sequences
         )

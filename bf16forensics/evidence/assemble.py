@@ -1,6 +1,7 @@
 """From a layer's running sums to `HeadEvidence`. Evidence that a non-finite input touches becomes nan, never 0."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +16,21 @@ from bf16forensics.evidence.results import (
     Spectrum,
 )
 from bf16forensics.evidence.series import SignedSeries, undefined_statistics
+from bf16forensics.evidence.statistics import UNDEFINED_SUM_TEST, SumTest
 from bf16forensics.evidence.summary import MaximaSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaTests:
+    """Sign-flip tests of one head's signed quantities within the family of all heads."""
+
+    delta_err: SumTest = UNDEFINED_SUM_TEST
+    defect: SumTest = UNDEFINED_SUM_TEST
+    ds_row_sum: SumTest = UNDEFINED_SUM_TEST
+
+
+#: Tests of a head that is not in the family.
+NOT_TESTED = DeltaTests()
 
 
 def head_evidence(
@@ -26,6 +41,7 @@ def head_evidence(
     spectrum: Spectrum | None,
     dw_q: GradientCoupling | None,
     nonfinite: tuple[str, ...],
+    tests: DeltaTests = NOT_TESTED,
 ) -> HeadEvidence:
     """Assembles one head.
 
@@ -37,25 +53,26 @@ def head_evidence(
         spectrum: norms of its projections.
         dw_q: gradient coupling; the caller passes None where there is no dO or X, or where it is undefined.
         nonfinite: names of non-finite inputs of this head.
+        tests: of its signed quantities, within the family of all heads.
     """
-    forward = not any(name[0] in "qkv" for name in nonfinite)
-    backward = forward and not any(name.startswith("do") for name in nonfinite)
+    forward = not _touched(nonfinite, ("q[", "k[", "v["))
+    backward = delta_defined(nonfinite)
     maxima = accumulator.maxima
     if maxima is None:
         raise ValueError("head_evidence needs at least one sequence")
 
-    def signed(series: SignedSeries) -> SignedStatistics | None:
+    def signed(series: SignedSeries, test: SumTest) -> SignedStatistics | None:
         if not accumulator.has_delta:
             return None
-        return series.result(head) if backward else undefined_statistics(accumulator.num_sequences)
+        return series.result(head, test) if backward else undefined_statistics(accumulator.num_sequences)
 
     return HeadEvidence(
         layer=layer,
         head=head,
         kv_head=kv_head,
-        delta_err=signed(accumulator.delta_err),
-        delta_defect=signed(accumulator.defect),
-        ds_row_sum=signed(accumulator.ds_row_sum),
+        delta_err=signed(accumulator.delta_err, tests.delta_err),
+        delta_defect=signed(accumulator.defect, tests.defect),
+        ds_row_sum=signed(accumulator.ds_row_sum, tests.ds_row_sum),
         output_err=_output(accumulator, head) if forward else _undefined_output(),
         ones=_ones(maxima, head) if forward else Ones(fp32_exact=0, rounded=0, shared_maximum=0),
         counts=_counts(maxima, head, forward, accumulator.has_delta and backward),
@@ -65,6 +82,15 @@ def head_evidence(
         dw_q=dw_q,
         nonfinite=nonfinite,
     )
+
+
+def delta_defined(nonfinite: tuple[str, ...]) -> bool:
+    """Whether delta and its errors mean anything for a head with these non-finite inputs."""
+    return not _touched(nonfinite, ("q[", "k[", "v[", "do["))
+
+
+def _touched(nonfinite: tuple[str, ...], tensors: tuple[str, ...]) -> bool:
+    return any(name.startswith(tensors) for name in nonfinite)
 
 
 def _ones(maxima: MaximaSummary, head: int) -> Ones:

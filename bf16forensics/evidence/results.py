@@ -21,6 +21,9 @@ class ClusteredStatistics:
     t: float
     #: Two-sided p of t.
     p: float
+    #: Two-sided p when the signs of whole sequences are flipped: for the head alone, and family-wise over heads.
+    p_flip: float
+    p_adjusted: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from bf16forensics.evidence.results import ClusteredStatistics, RobustStatistics, SignedStatistics
-from bf16forensics.evidence.statistics import mean_and_error, student_two_sided
+from bf16forensics.evidence.statistics import UNDEFINED_SUM_TEST, SumTest, mean_and_error, student_two_sided
 
 _TRIMMED_SHARE = 0.01
 
@@ -51,8 +51,17 @@ class SignedSeries:
         order = np.argpartition(-np.abs(pool), keep - 1, axis=1)[:, :keep]
         self._largest = np.take_along_axis(pool, order, axis=1)
 
-    def result(self, head: int) -> SignedStatistics:
-        """The statistics of one head; nan where there are too few rows or sequences."""
+    def sequence_sums(self) -> np.ndarray:
+        """float64 [F, n]: the sum of each sequence so far."""
+        return np.stack(self._by_sequence, axis=1) if self._by_sequence else np.zeros((len(self._sum), 0))
+
+    def result(self, head: int, test: SumTest = UNDEFINED_SUM_TEST) -> SignedStatistics:
+        """The statistics of one head; nan where there are too few rows or sequences.
+
+        Args:
+            head: index of the head.
+            test: sign-flip test of its sums within the family of all heads.
+        """
         rows = int(self._rows[head])
         if rows == 0:
             return undefined_statistics(len(self._by_sequence))
@@ -68,7 +77,7 @@ class SignedSeries:
             positive=int(self._signs[head, 0]),
             negative=int(self._signs[head, 1]),
             zero=int(self._signs[head, 2]),
-            clustered=_clustered(np.array([sums[head] for sums in self._by_sequence])),
+            clustered=_clustered(np.array([sums[head] for sums in self._by_sequence]), test),
             robust=self._robust(head, rows),
         )
 
@@ -96,11 +105,17 @@ def _ratio(value: float, error: float) -> float:
     return value / error
 
 
-def _clustered(sums: np.ndarray) -> ClusteredStatistics:
+def _clustered(sums: np.ndarray, test: SumTest) -> ClusteredStatistics:
     mean, error = mean_and_error(sums)
     t = _ratio(mean, error)
     return ClusteredStatistics(
-        sequences=int(sums.size), mean=mean, standard_error=error, t=t, p=student_two_sided(t, sums.size - 1)
+        sequences=int(sums.size),
+        mean=mean,
+        standard_error=error,
+        t=t,
+        p=student_two_sided(t, sums.size - 1),
+        p_flip=test.p,
+        p_adjusted=test.p_adjusted,
     )
 
 
@@ -115,6 +130,8 @@ def undefined_statistics(sequences: int) -> SignedStatistics:
         positive=0,
         negative=0,
         zero=0,
-        clustered=ClusteredStatistics(sequences=sequences, mean=nan, standard_error=nan, t=nan, p=nan),
+        clustered=ClusteredStatistics(
+            sequences=sequences, mean=nan, standard_error=nan, t=nan, p=nan, p_flip=nan, p_adjusted=nan
+        ),
         robust=RobustStatistics(n_effective=nan, largest_share=nan, sign_without_top_1_percent=0),
     )

@@ -161,6 +161,50 @@ def flip_tests(grams: list[np.ndarray]) -> list[FlipTest]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SumTest:
+    """Two-sided sign-flip test of a sum over sequences."""
+
+    #: p of the head alone and family-wise (maximum over heads under common flips).
+    p: float
+    p_adjusted: float
+
+
+#: Result where there is nothing to test.
+UNDEFINED_SUM_TEST = SumTest(p=math.nan, p_adjusted=math.nan)
+
+
+def sum_tests(sums: np.ndarray) -> list[SumTest]:
+    """Tests every head of a family for a sum that does not average to zero over sequences.
+
+    The statistic is |sum x| / sqrt(sum x^2), whose denominator no flip changes, so heavy tails do no harm. Heads with
+    non-finite sums must have left the family before.
+
+    Args:
+        sums: [F, n] one signed number a head and sequence.
+
+    Returns:
+        One result a head; p is nan for n < 2, and 1 for a head whose sums are all 0.
+    """
+    heads, n = sums.shape
+    if n < 2 or heads == 0:
+        return [UNDEFINED_SUM_TEST for _ in range(heads)]
+    scale = np.sqrt((sums**2).sum(1))
+    scaled = np.divide(sums, scale[:, None], out=np.zeros_like(sums), where=scale[:, None] > 0)
+    flipped = np.abs(sign_matrix(n) @ scaled.T)
+    observed = np.abs(scaled.sum(1))
+    largest = flipped.max(1)
+    # As in `flip_tests`: a flip that restores the data exactly must count.
+    slack = 1e-9 * np.maximum(1.0, observed)
+    return [
+        SumTest(
+            p=float((1 + (flipped[:, i] >= observed[i] - slack[i]).sum()) / (NUM_FLIPS + 1)),
+            p_adjusted=float((1 + (largest >= observed[i] - slack[i]).sum()) / (NUM_FLIPS + 1)),
+        )
+        for i in range(heads)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
     """|mean| of the vectors behind a Gram matrix, signed root of the U-statistic, with bounds."""
 

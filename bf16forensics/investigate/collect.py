@@ -8,12 +8,14 @@ import torch
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
 from bf16forensics.capture.source import RecordSource
 from bf16forensics.evidence.accumulate import LayerAccumulator, SequenceEvidence
-from bf16forensics.evidence.assemble import head_evidence
+from bf16forensics.evidence.assemble import NOT_TESTED as UNTESTED_DELTA
+from bf16forensics.evidence.assemble import DeltaTests, delta_defined, head_evidence
 from bf16forensics.evidence.coupling import NOT_TESTED, StepSpan, family_tests, gradient_coupling, head_grams
 from bf16forensics.evidence.finite import nonfinite_weights
 from bf16forensics.evidence.functional import score_variance
 from bf16forensics.evidence.results import GradientCoupling, HeadEvidence
 from bf16forensics.evidence.spectrum import layer_spectra
+from bf16forensics.evidence.statistics import sum_tests
 from bf16forensics.evidence.store import GradientStore
 
 #: Names of non-finite inputs reported for one head.
@@ -57,6 +59,7 @@ class Collector:
         weights = [self._source.weights(layer) for layer in range(shape.num_layers)]
         nonfinite = [self._nonfinite(layer, weights[layer]) for layer in range(shape.num_layers)]
         coupling = self._coupling(probes, nonfinite)
+        tests = self._delta_tests(nonfinite)
         found: list[HeadEvidence] = []
         for layer, accumulator in enumerate(self._layers):
             spectra = layer_spectra(weights[layer], shape.num_heads)
@@ -70,6 +73,7 @@ class Collector:
                         spectra[head],
                         coupling.get(layer * shape.num_heads + head),
                         nonfinite[layer][head],
+                        tests.get(layer * shape.num_heads + head, UNTESTED_DELTA),
                     )
                 )
         return tuple(found)
@@ -80,6 +84,24 @@ class Collector:
             tuple(dict.fromkeys(found + more))[:_MOST_NAMES]
             for found, more in zip(self._layers[layer].nonfinite, from_weights, strict=True)
         ]
+
+    def _delta_tests(self, nonfinite: list[list[tuple[str, ...]]]) -> dict[int, DeltaTests]:
+        """Tests of delta's errors by head index, for the family of heads whose inputs and sums are finite."""
+        if not all(accumulator.has_delta for accumulator in self._layers):
+            return {}
+        names = [name for names in nonfinite for name in names]
+        series = ("delta_err", "defect", "ds_row_sum")
+        sums = {
+            kind: np.concatenate([getattr(accumulator, kind).sequence_sums() for accumulator in self._layers])
+            for kind in series
+        }
+        finite = np.all([np.isfinite(values).all(1) for values in sums.values()], axis=0)
+        family = [index for index in np.flatnonzero(finite).tolist() if delta_defined(names[index])]
+        tested = [sum_tests(sums[kind][family]) for kind in series]
+        return {
+            index: DeltaTests(delta_err=delta_err, defect=defect, ds_row_sum=ds_row_sum)
+            for index, delta_err, defect, ds_row_sum in zip(family, *tested, strict=True)
+        }
 
     def _coupling(
         self, probes: tuple[AttentionRecord, ...], nonfinite: list[list[tuple[str, ...]]]

@@ -57,7 +57,7 @@ class LocalizeResult:
     window: int | None
     softcap: float | None
     causal: bool
-    #: Sequences analysed, sequences asked for (differs after an interruption), tokens a sequence (longest).
+    #: Sequences analysed, sequences asked for (more after an interruption or an early decision), tokens a sequence.
     sequences: int
     sequences_planned: int
     tokens: int

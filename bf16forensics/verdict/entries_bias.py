@@ -23,10 +23,10 @@ ENTRIES = (
         "P, and the difference has a sign: summed within each sequence it does not average to zero over sequences.",
         why="delta is subtracted from every dP of its row. A constant error there pushes the whole row of dS the "
         "same way, and is the first half of a compounding error; the second half is that dW_Q feels it (BF301).",
-        how="d = delta_lp - rowsum(P_lp * dP) / rowsum(P_lp) for each row, summed by sequence; jackknife standard "
-        "error, Student's t with n - 1 degrees of freedom, two-sided, Holm-corrected over heads, p below 0.05, at "
-        "least 16 sequences. The head's verdict is 'bias without coupling' only if the upper bound of the dW_Q "
-        "bias lies below the harmless limit as well.",
+        how="d = delta_lp - rowsum(P_lp * dP) / rowsum(P_lp) for each row, summed by sequence; sign-flip test of the "
+        "sums, two-sided, family-wise over heads by the maximum under common flips, p below 0.05, at least 16 "
+        "sequences. If the upper bound of the dW_Q bias lies below the harmless limit, the head's verdict is 'bias "
+        "without coupling' and the finding is only a note: whatever delta does there, the weights do not feel it.",
         limits="A mean over sequences says nothing about a bias that changes sign from token to token. With one "
         "heavy row the t is not to be trusted: read n_effective, the share of the largest row and the sign without "
         "the top 1 % beside it.",

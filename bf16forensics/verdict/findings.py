@@ -63,7 +63,7 @@ class HeadVerdict:
     harmless_limit: float
     #: Sequences that would probably decide; None when more of them would not help or the number is unknown.
     sequences_needed: int | None
-    #: The delta defect is biased by itself: clustered p, Holm-corrected over heads, below alpha.
+    #: The delta defect is biased by itself: sign-flip p of its sums by sequence, family-wise over heads, below alpha.
     delta_biased: bool
     #: The Holm-corrected p; nan when the head is not in the family.
     delta_p_adjusted: float

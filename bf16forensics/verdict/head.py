@@ -32,7 +32,7 @@ class Context:
     limit: float
     #: Sequences of one optimiser step, M.
     step_sequences: int
-    #: Holm-corrected clustered p of the delta defect; nan when the head is not in the family.
+    #: Family-wise sign-flip p of the delta defect; nan when the head is not in the family.
     delta_p_adjusted: float
 
 
@@ -194,7 +194,7 @@ def _undefined(delta: SignedStatistics, dw_q: GradientCoupling, context: Context
         names += [f"{name} {field}" for field in needed if not math.isfinite(getattr(part, field))]
     exact = delta.sum == 0 and delta.positive == 0 and delta.negative == 0
     if math.isnan(context.delta_p_adjusted) and not exact:
-        names.append("clustered p of the delta defect")
+        names.append("p of the delta defect")
     return names
 
 

@@ -17,7 +17,6 @@ from bf16forensics.verdict.findings import (
     Judgement,
 )
 from bf16forensics.verdict.head import Context, harmless_limit, judge_head
-from bf16forensics.verdict.holm import holm
 from bf16forensics.verdict.inputs import input_findings
 from bf16forensics.verdict.ranking import rank
 from bf16forensics.verdict.thresholds import Thresholds
@@ -91,7 +90,6 @@ def exit_code(judgement: Judgement, fail_on: str) -> int:
 
 
 def _judge_heads(result: LocalizeResult, limits: Thresholds) -> list[HeadVerdict]:
-    family = [_delta_p(head, limits) for head in result.heads]
     return [
         judge_head(
             head,
@@ -99,19 +97,19 @@ def _judge_heads(result: LocalizeResult, limits: Thresholds) -> list[HeadVerdict
             Context(
                 limit=harmless_limit(head, result.step_sequences, limits),
                 step_sequences=result.step_sequences,
-                delta_p_adjusted=adjusted,
+                delta_p_adjusted=_delta_p(head, limits),
             ),
         )
-        for head, adjusted in zip(result.heads, holm(family), strict=True)
+        for head in result.heads
     ]
 
 
 def _delta_p(head: HeadEvidence, limits: Thresholds) -> float:
-    """Clustered p of the delta defect; nan for heads that are not in the family (non-finite inputs leave it first)."""
+    """Family-wise p of the delta defect; nan for heads outside the family and for too few sequences."""
     if head.nonfinite or head.delta_defect is None:
         return float("nan")
     clustered = head.delta_defect.clustered
-    return clustered.p if clustered.sequences >= limits.min_sequences else float("nan")
+    return clustered.p_adjusted if clustered.sequences >= limits.min_sequences else float("nan")
 
 
 def _findings(

@@ -24,6 +24,7 @@ def finding(
     inferred: str,
     next_command: str,
     heads: Sequence[HeadEvidence] = (),
+    severity: str | None = None,
 ) -> Finding:
     """A finding with what the catalogue knows of its code filled in.
 
@@ -34,13 +35,14 @@ def finding(
         inferred: what follows from them.
         next_command: command or step that gets further.
         heads: the heads concerned, the worst first; a single one gives the finding its layer and head.
+        severity: another severity than the catalogue's.
     """
     known = entry(code)
     single = heads[0] if len(heads) == 1 else None
     return Finding(
         code=code,
         name=known.name,
-        severity=known.severity,
+        severity=severity or known.severity,
         layer=None if single is None else single.layer,
         head=None if single is None else single.head,
         heads=tuple(head_name(head.layer, head.head) for head in heads[:MAX_NAMES]),

@@ -250,6 +250,8 @@ def assert_same_or_family(a: HeadEvidence, b: HeadEvidence) -> None:
         for part in ("defect", "total"):
             for name in ("p_adjusted", "minimum_detectable"):
                 assert math.isfinite(plain["dw_q"][part].pop(name))
+        for part in ("delta_err", "delta_defect", "ds_row_sum"):
+            assert math.isfinite(plain[part]["clustered"].pop("p_adjusted"))
         return repr(plain)
 
     assert alone(a) == alone(b)

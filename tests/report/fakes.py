@@ -70,7 +70,7 @@ def check_golden(path: Path, text: str) -> None:
 
 
 def signed(*, p: float = 0.5, t: float = 0.7, sequences: int = 32, **fields: Any) -> SignedStatistics:
-    """A signed quantity; `p`, `t` and `sequences` are the clustered ones."""
+    """A signed quantity; `p` (all three), `t` and `sequences` are the clustered ones."""
     values: dict[str, Any] = {
         "sum": -1.25,
         "mean": -0.00122,
@@ -79,7 +79,9 @@ def signed(*, p: float = 0.5, t: float = 0.7, sequences: int = 32, **fields: Any
         "positive": 400,
         "negative": 520,
         "zero": 104,
-        "clustered": ClusteredStatistics(sequences=sequences, mean=-0.039, standard_error=0.056, t=t, p=p),
+        "clustered": ClusteredStatistics(
+            sequences=sequences, mean=-0.039, standard_error=0.056, t=t, p=p, p_flip=p, p_adjusted=p
+        ),
         "robust": RobustStatistics(n_effective=210.0, largest_share=0.031, sign_without_top_1_percent=-1),
     }
     return SignedStatistics(**{**values, **fields})

@@ -208,8 +208,8 @@ def test_an_error_that_is_exactly_zero_is_noise(verdict_of, fakes):
     assert verdict_of(dw_q=fakes.coupling(defect=odd, total=zero), delta_defect=exact).verdict == CANNOT_JUDGE
 
 
-def test_the_family_of_delta_tests_leaves_damaged_heads_out(fakes):
-    sound = [fakes.head(0, number, delta_defect=fakes.signed(p=0.02)) for number in range(2)]
+def test_a_damaged_head_has_no_p_of_its_delta_whatever_it_carries(fakes):
+    sound = [fakes.head(0, number, delta_defect=fakes.signed(p=0.04)) for number in range(2)]
     damaged = [fakes.head(1, number, delta_defect=fakes.signed(p=0.0), nonfinite=("v[0, 0]",)) for number in range(9)]
     heads = judge(fakes.result(*sound, *damaged)).heads
     assert [head.delta_p_adjusted for head in heads[:2]] == [0.04, 0.04]
