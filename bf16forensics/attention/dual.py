@@ -171,13 +171,11 @@ def _maxima(
     if hp_s.visible is None:
         visible = torch.full((heads, rows), num_keys)
         first = torch.zeros((heads, rows), dtype=torch.long)
-        lowest = hp_s.values.amin(-1)
     else:
-        mask = hp_s.visible.expand(heads, rows, num_keys)
         visible = hp_s.visible.sum(-1).expand(heads, rows).contiguous()
         first = hp_s.visible.to(torch.uint8).argmax(-1).expand(heads, rows)
-        lowest = hp_s.values.masked_fill(~mask, torch.inf).amin(-1)
     p_first = torch.gather(hp.p_others, -1, first[..., None])[..., 0].double()
+    largest = torch.maximum(hp.row_max.abs(), _lowest(hp_s).abs())
     return RowMaxima(
         ones_fp32=ones.fp32_exact,
         ones_rounded=ones.rounded,
@@ -185,9 +183,21 @@ def _maxima(
         shared=count_shared_maximum(hp_s.values, hp.row_max),
         visible=visible,
         sink=torch.where(first == hp.top, hp.p_top, p_first) * seen,
-        score_abs_max=torch.maximum(hp.row_max.abs(), lowest.double().abs()).masked_fill(~seen, 0.0),
+        score_abs_max=largest.masked_fill(~seen, 0.0),
         swamped=((lp_minus_top == 0).double().mean(-1) > 0.9) & seen,
     )
+
+
+def _lowest(scores: HpScores) -> torch.Tensor:
+    """float64 [H, R]: smallest visible score of each row; inf in rows that see no key."""
+    until = scores.visible_until
+    lowest = scores.values.new_full(scores.values.shape[:-1], torch.inf)
+    if until > 0:
+        lowest = scores.values[..., :until].amin(-1)
+    if scores.visible is not None and until < scores.values.shape[-1]:
+        rest = torch.where(scores.visible[..., until:], scores.values[..., until:], torch.inf)
+        lowest = torch.minimum(lowest, rest.amin(-1))
+    return lowest.double()
 
 
 def _concatenate(parts: list[Any], dim: int) -> Any:

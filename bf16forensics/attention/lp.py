@@ -154,4 +154,4 @@ def backward_probabilities(scores: LpScores, rows: LpRows, recipe: Recipe) -> to
     if recipe.exponential == "exp2":
         return torch.exp2((scores.values * (scores.unit * LOG2_E)).sub_(lse * LOG2_E))
     values = scores.values if scores.unit == 1.0 else scores.values * scores.unit
-    return torch.exp(values - lse)
+    return exp_(values - lse)

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from bf16forensics.emulate.rounding import round_to
 from bf16forensics.geometry.geometry import Geometry
@@ -15,17 +16,17 @@ from bf16forensics.recipe.model import Recipe
 LOG2_E = math.log2(math.e)
 
 
-#: Exponents below this give less than the smallest normal number of the dtype; they count as 0.
+#: Exponents below this give less than the smallest normal number of the dtype.
 _EXPONENT_FLOOR = {torch.float32: -87.0, torch.float64: -708.0}
 
 
 def exp_(values: torch.Tensor) -> torch.Tensor:
-    """exp of a fresh tensor, in place; results below the smallest normal number are 0, NaN stays NaN.
+    """exp of a fresh tensor, in place; results below twice the smallest normal number are 0, NaN stays NaN.
 
     Vector libraries leave their fast path when a result underflows, and in a saturated head most results do.
     """
-    underflow = values < _EXPONENT_FLOOR[values.dtype]
-    return values.masked_fill_(underflow, 0.0).exp_().masked_fill_(underflow, 0.0)
+    floor = _EXPONENT_FLOOR[values.dtype]
+    return functional.threshold_(values.clamp_(min=floor).exp_(), 2.0 * math.exp(floor), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +98,7 @@ def lp_scores(
         scores = round_to(geometry.softcap * torch.tanh(scores / geometry.softcap), recipe.scores)
     if bias is not None:
         scores = round_to(scores + bias.float(), recipe.scores)
-    visible = geometry.visible(block.rows, block.keys, block.num_queries, block.num_keys)
-    if visible is not None:
-        scores = scores.masked_fill_(~visible, -torch.inf)
+    geometry.hide(scores, block.rows, block.num_queries, block.keys[0], block.num_keys)
     return LpScores(values=scores, unit=scale if folds_scale(recipe, geometry) else 1.0)
 
 
@@ -113,6 +112,8 @@ class HpScores:
     slope: torch.Tensor | None
     #: [H or 1, R, K] bool visibility, None when all visible.
     visible: torch.Tensor | None
+    #: Column before which every pair is visible; K when all are.
+    visible_until: int
 
 
 def hp_scores(
@@ -127,7 +128,7 @@ def hp_scores(
         block: where the block lies.
         bias: [1 or H, R, K] additive bias or None.
     """
-    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(geometry.scale)
+    scores = torch.matmul(q * geometry.scale, k.transpose(-1, -2))
     slope = None
     if geometry.softcap is not None:
         capped = torch.tanh(scores / geometry.softcap)
@@ -135,7 +136,6 @@ def hp_scores(
         scores = geometry.softcap * capped
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
+    until = geometry.hide(scores, block.rows, block.num_queries, block.keys[0], block.num_keys)
     visible = geometry.visible(block.rows, block.keys, block.num_queries, block.num_keys)
-    if visible is not None:
-        scores = scores.masked_fill_(~visible, -torch.inf)
-    return HpScores(values=scores, slope=slope, visible=visible)
+    return HpScores(values=scores, slope=slope, visible=visible, visible_until=until)

@@ -21,11 +21,11 @@ from torch.nn import functional
 
 from bf16forensics.capture.exact_attention import exact_attention
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
-from bf16forensics.capture.source import LossSink, SourceShape
+from bf16forensics.capture.source import LossSink
 from bf16forensics.emulate.rounding import round_to
 from bf16forensics.emulate.strict import strict_fp32
 from bf16forensics.geometry.geometry import Geometry
-from bf16forensics.load.batch import IGNORED_LABEL, RecordedBatch
+from bf16forensics.load.batch import IGNORED_LABEL
 from bf16forensics.load.nanogpt import NanoGPTCheckpoint, NanoGPTLayer
 
 #: Values of `activations`; the first is the default.
@@ -95,30 +95,35 @@ class NanoGPTCapture:
         model = self.checkpoint
         geometry = self._geometry(sequence)
         last = model.config.n_layer - 1
+        upstream = torch.zeros(0)
         for index in range(last, -1, -1):
             with strict_fp32():
                 if index == last:
                     inputs = self._forward(sequence, geometry)
+                layer = model.layer(index)
                 with torch.enable_grad():
                     hidden = inputs[index].detach().requires_grad_()
-                    layer_output, call = self._layer(model.layer(index), hidden, geometry)
-                    if index == last:
-                        loss = self._loss(layer_output, sequence)
-                        on_loss(float(loss.detach()))
-                        upstream = self._loss_gradient(loss, layer_output, sequence)
-                # The input of layer 0 needs no gradient; nothing above the attention call of layer 0 is wasted on it.
-                wanted = (call.o, hidden) if index > 0 else (call.o,)
-                gradients = torch.autograd.grad(layer_output, wanted, upstream)
+                    half = self._half_layer(layer, hidden, geometry)
+                if index == last:
+                    upstream = self._loss_gradient(_output(layer, half), sequence, on_loss)
+                # The last product of the layer is linear: its gradient needs no output, so that is not computed again.
+                # The input of layer 0 needs no gradient.
+                wanted = (half.o, hidden) if index > 0 else (half.o,)
+                arriving = (upstream, upstream @ layer.mlp_proj_weight)
+                gradients = torch.autograd.grad((half.middle, half.activated), wanted, arriving)
                 upstream = gradients[-1]
-                record = self._record(index, sequence, geometry, call, gradients[0])
+                record = self._record(index, sequence, geometry, half, gradients[0])
             yield record
 
-    @staticmethod
-    def _loss_gradient(loss: torch.Tensor, hidden: torch.Tensor, sequence: SequenceInput) -> torch.Tensor:
-        """Gradient of the loss by the last layer's output; 0 when no token has a label (the loss is nan then)."""
+    def _loss_gradient(self, hidden: torch.Tensor, sequence: SequenceInput, on_loss: LossSink) -> torch.Tensor:
+        """Gradient of the mean loss by the last layer's output; 0 when no token has a label (the loss is nan then)."""
+        with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_()
+            loss = self._loss(hidden, sequence)
+        on_loss(float(loss.detach()))
         if bool((sequence.labels == IGNORED_LABEL).all()):
             return torch.zeros_like(hidden)
-        return torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+        return torch.autograd.grad(loss, hidden)[0]
 
     def _geometry(self, sequence: SequenceInput) -> Geometry:
         head_size = self.checkpoint.config.n_embd // self.checkpoint.config.n_head
@@ -138,11 +143,13 @@ class NanoGPTCapture:
             hidden = model.wte[sequence.ids].float() + model.wpe[positions].float()
             inputs = [hidden]
             for index in range(model.config.n_layer - 1):
-                hidden, _ = self._layer(model.layer(index), hidden, geometry)
+                layer = model.layer(index)
+                hidden = _output(layer, self._half_layer(layer, hidden, geometry))
                 inputs.append(hidden)
         return inputs
 
-    def _layer(self, layer: NanoGPTLayer, hidden: torch.Tensor, geometry: Geometry) -> tuple[torch.Tensor, "_Call"]:
+    def _half_layer(self, layer: NanoGPTLayer, hidden: torch.Tensor, geometry: Geometry) -> "_HalfLayer":
+        """A layer without its last product."""
         width, heads = self.checkpoint.config.n_embd, self.checkpoint.config.n_head
         tokens = hidden.shape[0]
         x = functional.layer_norm(hidden, (width,), layer.ln_1_weight, layer.ln_1_bias, 1e-5)
@@ -153,11 +160,10 @@ class NanoGPTCapture:
         )
         o = exact_attention(q, k, v, geometry)
         joined = o.transpose(0, 1).reshape(tokens, width)
-        hidden = hidden + functional.linear(joined, layer.attn_proj_weight, layer.attn_proj_bias)
-        mlp = functional.layer_norm(hidden, (width,), layer.ln_2_weight, layer.ln_2_bias, 1e-5)
-        mlp = functional.gelu(functional.linear(mlp, layer.fc_weight, layer.fc_bias))
-        hidden = hidden + functional.linear(mlp, layer.mlp_proj_weight, layer.mlp_proj_bias)
-        return hidden, _Call(x=x, q=q, k=k, v=v, o=o)
+        middle = hidden + functional.linear(joined, layer.attn_proj_weight, layer.attn_proj_bias)
+        mlp = functional.layer_norm(middle, (width,), layer.ln_2_weight, layer.ln_2_bias, 1e-5)
+        activated = functional.gelu(functional.linear(mlp, layer.fc_weight, layer.fc_bias))
+        return _HalfLayer(x=x, q=q, k=k, v=v, o=o, middle=middle, activated=activated)
 
     def _loss(self, hidden: torch.Tensor, sequence: SequenceInput) -> torch.Tensor:
         model = self.checkpoint
@@ -167,7 +173,7 @@ class NanoGPTCapture:
         return functional.cross_entropy(logits, sequence.labels, ignore_index=IGNORED_LABEL)
 
     def _record(
-        self, layer: int, sequence: SequenceInput, geometry: Geometry, call: "_Call", do: torch.Tensor
+        self, layer: int, sequence: SequenceInput, geometry: Geometry, call: "_HalfLayer", do: torch.Tensor
     ) -> AttentionRecord:
         labelled = sequence.labels != IGNORED_LABEL
         return AttentionRecord(
@@ -186,8 +192,8 @@ class NanoGPTCapture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """Tensors of one attention call, still part of the graph."""
+class _HalfLayer:
+    """A layer up to its last product, still part of the graph."""
 
     #: [T, C]
     x: torch.Tensor
@@ -196,55 +202,12 @@ class _Call:
     k: torch.Tensor
     v: torch.Tensor
     o: torch.Tensor
+    #: [T, C] after the attention, [T, 4C] after the activation of the MLP.
+    middle: torch.Tensor
+    activated: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NanoGPTSource:
-    """A nanoGPT checkpoint over a recorded batch, as a `RecordSource`."""
-
-    capture: NanoGPTCapture
-    batch: RecordedBatch
-
-    @property
-    def shape(self) -> SourceShape:
-        """Geometry of the model and of the batch."""
-        config = self.capture.checkpoint.config
-        lines = self.batch.line_of_sequence
-        groups = tuple(_group(lines[i], self.batch.steps[i]) for i in range(self.batch.num_sequences))
-        return SourceShape(
-            num_layers=config.n_layer,
-            num_heads=config.n_head,
-            num_kv_heads=config.n_head,
-            head_size=config.n_embd // config.n_head,
-            width=config.n_embd,
-            num_queries=self.batch.num_tokens,
-            steps=self.batch.steps,
-            groups=groups,
-            step_sequences=self.batch.step_sequences,
-        )
-
-    def weights(self, layer: int) -> LayerWeights:
-        """W_Q and W_K of a layer by head."""
-        return self.capture.weights(layer)
-
-    def records(self, sequence: int, on_loss: LossSink) -> Iterator[AttentionRecord]:
-        """Runs one sequence of the batch."""
-        batch = self.batch
-        return self.capture.sequence_records(
-            SequenceInput(
-                index=sequence,
-                step=batch.steps[sequence],
-                ids=batch.ids[sequence],
-                labels=batch.labels[sequence],
-                position_ids=None if batch.position_ids is None else batch.position_ids[sequence],
-                real=None if batch.attention_mask is None else batch.attention_mask[sequence],
-            ),
-            on_loss,
-        )
-
-
-def _group(line: int | None, step: int | None) -> int:
-    """Sequences of one line, or of one step where there are no lines, belong together."""
-    if line is not None:
-        return line
-    return 0 if step is None else step
+def _output(layer: NanoGPTLayer, half: _HalfLayer) -> torch.Tensor:
+    """[T, C] the layer's output, outside the graph."""
+    with torch.no_grad():
+        return half.middle + functional.linear(half.activated, layer.mlp_proj_weight, layer.mlp_proj_bias)

@@ -93,7 +93,8 @@ def open_model(given: ModelInput) -> Opened:
     Raises:
         InputError: either cannot be used.
     """
-    from bf16forensics.capture.nanogpt import NanoGPTCapture, NanoGPTSource
+    from bf16forensics.capture.nanogpt import NanoGPTCapture
+    from bf16forensics.capture.nanogpt_source import NanoGPTSource
     from bf16forensics.load.batch import load_token_batch
     from bf16forensics.load.files import FileFacts
     from bf16forensics.load.nanogpt import load_nanogpt

@@ -81,25 +81,30 @@ def gradient_parts(delta: DeltaRows, dq: QueryGradients, x: torch.Tensor) -> Gra
     """
     defect_rows = -dq.carrier_lp * delta.defect[..., None]
     with_delta = dq.consistent + defect_rows
-    x32 = x.float()
-
-    def product(rows: torch.Tensor) -> np.ndarray:
-        if not rows.any():
-            return np.zeros((rows.shape[0], rows.shape[-1], x.shape[-1]), np.float32)
-        return np.asarray(weight_gradient(rows.float(), x32).numpy())
-
-    scores, defect = product(dq.consistent - dq.hp), product(defect_rows)
-    cast_ds, cast_dq = product(dq.cast_ds - with_delta), product(dq.lp - dq.cast_ds)
+    rows = (
+        dq.hp,
+        -dq.carrier_hp * delta.delta_err[..., None],
+        dq.consistent - dq.hp,
+        defect_rows,
+        dq.cast_ds - with_delta,
+        dq.lp - dq.cast_ds,
+        dq.carrier_lp * delta.defect.abs()[..., None],
+    )
+    heads = dq.hp.shape[0]
+    products = weight_gradient(torch.cat([part.float() for part in rows]), x.float()).numpy()
+    hp, full, scores, defect, cast_ds, cast_dq, direction = (
+        products[i * heads : (i + 1) * heads] for i in range(len(rows))
+    )
     weight = delta.defect.abs() * dq.carrier_lp.norm(dim=-1) * x.double().norm(dim=-1)
     return GradientParts(
-        hp=product(dq.hp),
+        hp=hp,
         total=scores + defect + cast_ds + cast_dq,
-        full=product(-dq.carrier_hp * delta.delta_err[..., None]),
+        full=full,
         scores=scores,
         defect=defect,
         cast_ds=cast_ds,
         cast_dq=cast_dq,
-        direction=product(dq.carrier_lp * delta.defect.abs()[..., None]),
+        direction=direction,
         weight_sum=weight.sum(1).numpy(),
         weight_square_sum=weight.square().sum(1).numpy(),
     )

@@ -103,6 +103,36 @@ class Geometry:
             combined = block if combined is None else combined & block
         return combined
 
+    def hide(
+        self, scores: torch.Tensor, rows: tuple[int, int], num_queries: int, first_key: int, num_keys: int
+    ) -> int:
+        """Sets the scores of invisible pairs to -inf, in place.
+
+        Args:
+            scores: [H, rows, keys] scores of the queries `rows` and the keys from `first_key` on.
+            rows: [start, end) of the queries.
+            num_queries: N.
+            first_key: first key of the block.
+            num_keys: M.
+
+        Returns:
+            Column of the block before which every pair is visible; the number of columns when all are.
+        """
+        end = first_key + scores.shape[-1]
+        start = first_key
+        if self._only_causal():
+            # Every row of the block sees the keys up to the first row's own: only what follows needs a mask.
+            start = min(max(rows[0] + num_keys - num_queries + 1, first_key), end)
+        visible = None if start == end else self.visible(rows, (start, end), num_queries, num_keys)
+        if visible is None:
+            return end - first_key
+        scores[..., start - first_key :].masked_fill_(~visible, -torch.inf)
+        return start - first_key
+
+    def _only_causal(self) -> bool:
+        others = (self.window, self.key_padding, self.query_padding, self.document_ids, self.keep)
+        return self.causal and all(other is None for other in others)
+
     def for_heads(self, span: slice) -> "Geometry":
         """The same geometry for a range of query heads; only masks given by head change."""
         keep, bias = (mask if mask is None or mask.shape[0] == 1 else mask[span] for mask in (self.keep, self.bias))

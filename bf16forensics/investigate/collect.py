@@ -1,12 +1,14 @@
 """Collecting the sequences' evidence, layer by layer, and turning it into heads with family-wise tests."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
 from bf16forensics.capture.source import RecordSource
+from bf16forensics.emulate.strict import single_thread, strict_fp32
 from bf16forensics.evidence.accumulate import LayerAccumulator, SequenceEvidence
 from bf16forensics.evidence.assemble import NOT_TESTED as UNTESTED_DELTA
 from bf16forensics.evidence.assemble import DeltaTests, delta_defined, head_evidence
@@ -25,9 +27,10 @@ _MOST_NAMES = 8
 class Collector:
     """Running statistics of all layers; sequences are added in order."""
 
-    def __init__(self, source: RecordSource) -> None:
-        """Args: source, whose shape bounds what can be added."""
+    def __init__(self, source: RecordSource, workers: int = 1) -> None:
+        """Args: source, whose shape bounds what can be added; workers, threads that `heads` may use."""
         self._source = source
+        self._workers = workers
         self._shape = source.shape
         shape = self._shape
         max_rows = shape.num_sequences * shape.num_queries
@@ -56,13 +59,15 @@ class Collector:
             probes: records of a few sequences, over which the functional figure is taken.
         """
         shape = self._shape
-        weights = [self._source.weights(layer) for layer in range(shape.num_layers)]
-        nonfinite = [self._nonfinite(layer, weights[layer]) for layer in range(shape.num_layers)]
+        layers = range(shape.num_layers)
+        weights = [self._source.weights(layer) for layer in layers]
+        with ThreadPoolExecutor(self._workers) as pool:
+            spectra = list(pool.map(lambda layer: layer_spectra(weights[layer], shape.num_heads), layers))
+        nonfinite = [self._nonfinite(layer, weights[layer]) for layer in layers]
         coupling = self._coupling(probes, nonfinite)
         tests = self._delta_tests(nonfinite)
         found: list[HeadEvidence] = []
         for layer, accumulator in enumerate(self._layers):
-            spectra = layer_spectra(weights[layer], shape.num_heads)
             for head in range(shape.num_heads):
                 found.append(
                     head_evidence(
@@ -70,7 +75,7 @@ class Collector:
                         head,
                         head // (shape.num_heads // shape.num_kv_heads),
                         accumulator,
-                        spectra[head],
+                        spectra[layer][head],
                         coupling.get(layer * shape.num_heads + head),
                         nonfinite[layer][head],
                         tests.get(layer * shape.num_heads + head, UNTESTED_DELTA),
@@ -152,16 +157,26 @@ class Collector:
         """Root of the score variance of the batch's error over that of the batch's gradient, by head index."""
         if self._store is None:
             return {}
-        heads = self._shape.num_heads
-        error, gradient = np.zeros((2, heads * len(self._layers)))
-        for layer in range(len(self._layers)):
-            records = [record for record in probes if record.layer == layer and record.x is not None]
-            span = slice(layer * heads, (layer + 1) * heads)
-            for kind, total in (("defect", error), ("hp", gradient)):
-                means = [self._store.vectors(kind, index, n).mean(0) for index in range(span.start, span.stop)]
-                move = torch.from_numpy(np.stack(means)).view(heads, self._shape.head_size, -1)
-                for record in records:
-                    total[span] += score_variance(record, move).numpy()
+        with ThreadPoolExecutor(self._workers) as pool:
+            totals = np.concatenate(
+                list(pool.map(lambda layer: self._variances(layer, probes, n), range(len(self._layers)))), axis=1
+            )
+        error, gradient = totals
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             ratio = np.sqrt(error / gradient)
         return dict(enumerate(ratio.tolist()))
+
+    def _variances(self, layer: int, probes: tuple[AttentionRecord, ...], n: int) -> np.ndarray:
+        """float64 [2, H]: score variance of the batch's error and of its gradient for the heads of a layer."""
+        heads = self._shape.num_heads
+        total = np.zeros((2, heads))
+        records = [record for record in probes if record.layer == layer and record.x is not None]
+        if not records or self._store is None:
+            return total
+        indices = range(layer * heads, (layer + 1) * heads)
+        means = [self._store.vectors(kind, index, n).mean(0) for kind in ("defect", "hp") for index in indices]
+        moves = torch.from_numpy(np.stack(means)).view(2, heads, self._shape.head_size, -1)
+        with strict_fp32(), single_thread():
+            for record in records:
+                total += score_variance(record, moves).numpy()
+        return total

@@ -103,8 +103,8 @@ def find_heads(
     """
     shape = source.shape
     require_ieee()
-    collector = Collector(source)
     workers = options.workers or _usable_cores()
+    collector = Collector(source, workers)
     probes = _ProbeKeeper(shape)
     losses: list[float] = []
     work = [0.0, 0.0]

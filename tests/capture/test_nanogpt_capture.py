@@ -10,7 +10,8 @@ import torch
 from bf16forensics.attention.dual import dual_pass
 from bf16forensics.capture import exact_attention as blocks
 from bf16forensics.capture.exact_attention import exact_attention
-from bf16forensics.capture.nanogpt import NanoGPTCapture, NanoGPTSource, SequenceInput
+from bf16forensics.capture.nanogpt import NanoGPTCapture, SequenceInput
+from bf16forensics.capture.nanogpt_source import NanoGPTSource
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.rounding import round_to, ulp_of
 from bf16forensics.evidence.gradient import weight_gradient
@@ -127,14 +128,14 @@ def test_records_come_last_layer_first_and_one_at_a_time(
 ) -> None:
     ids, labels = draw_ids(1)
     computed: list[int] = []
-    original = NanoGPTCapture._layer
+    original = NanoGPTCapture._half_layer
 
     def counted(self: NanoGPTCapture, layer: Any, hidden: torch.Tensor, geometry: Geometry) -> Any:
         if torch.is_grad_enabled():
             computed.append(1)
         return original(self, layer, hidden, geometry)
 
-    monkeypatch.setattr(NanoGPTCapture, "_layer", counted)
+    monkeypatch.setattr(NanoGPTCapture, "_half_layer", counted)
     losses: list[float] = []
     sequence = SequenceInput(index=3, step=None, ids=ids[0], labels=labels[0])
     layers = []

@@ -131,7 +131,7 @@ def test_score_variance_is_the_dense_variance(make_record: Make, geometry: dict[
     change = record.geometry.scale * moved @ record.k.double().repeat_interleave(2, 0).transpose(1, 2)
     mean = (p * change).sum(-1, keepdim=True)
     expected = (p * (change - mean) ** 2).sum((1, 2))
-    found = score_variance(record, move)
+    found = score_variance(record, move[None])[0]
     assert found.dtype == torch.float64
     # FP32 scores of size 10: their error of 1e-6 moves P by as much.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.0)
@@ -140,20 +140,20 @@ def test_score_variance_is_the_dense_variance(make_record: Make, geometry: dict[
 def test_score_variance_of_a_shift_common_to_all_keys_is_0(make_record: Make) -> None:
     record = make_record(6)
     keys = torch.ones_like(record.k)
-    found = score_variance(replace(record, k=keys), torch.ones(2, 8, 12))
+    found = score_variance(replace(record, k=keys), torch.ones(1, 2, 8, 12))[0]
     assert float(found.abs().max()) <= 1e-10
 
 
 def test_score_variance_grows_with_the_square(make_record: Make) -> None:
     record = make_record(7)
     move = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(1))
-    small, large = score_variance(record, move), score_variance(record, move * 4)
+    small, large = score_variance(record, torch.stack([move, move * 4]))
     torch.testing.assert_close(large, small * 16, rtol=1e-6, atol=0.0)
 
 
 def test_score_variance_needs_x(make_record: Make) -> None:
     with pytest.raises(ValueError, match="needs a record with X"):
-        score_variance(replace(make_record(8), x=None), torch.zeros(2, 8, 12))
+        score_variance(replace(make_record(8), x=None), torch.zeros(1, 2, 8, 12))
 
 
 def test_nan_spreads_instead_of_vanishing(make_record: Make) -> None:
