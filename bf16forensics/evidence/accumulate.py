@@ -34,7 +34,11 @@ class SequenceEvidence:
 
 @dataclass(slots=True, kw_only=True)
 class GradientSums:
-    """Sums over sequences of the parts that only the batch as a whole needs, float64."""
+    """Sums over sequences of the parts that only the batch as a whole needs.
+
+    The matrices are float32, as the parts are: a sum of thousands of them is good to 1e-5, far beyond what the ratios
+    built from it are printed with.
+    """
 
     full: np.ndarray
     scores: np.ndarray
@@ -124,7 +128,7 @@ class LayerAccumulator:
     def _add_gradients(self, parts: GradientParts) -> None:
         names = ("full", "scores", "cast_ds", "cast_dq", "direction", "weight_sum", "weight_square_sum")
         if self.gradients is None:
-            self.gradients = GradientSums(**{name: np.array(getattr(parts, name), np.float64) for name in names})
+            self.gradients = GradientSums(**{name: np.array(getattr(parts, name)) for name in names})
             return
         for name in names:
             getattr(self.gradients, name)[...] += getattr(parts, name)
