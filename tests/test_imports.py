@@ -87,6 +87,7 @@ def test_works_where_triton_cannot_be_imported(run_python: Callable[..., Any], a
         ("bf16forensics.recipe.render", ("torch", "triton", "numpy")),
         ("bf16forensics.evidence.results", ("torch", "triton")),
         ("bf16forensics.investigate.result", ("torch", "triton")),
+        ("bf16forensics.report.plot", ("torch", "triton", "matplotlib")),
     ],
 )
 def test_module_loads_without(run_python: Callable[..., Any], module: str, absent: tuple[str, ...]) -> None:

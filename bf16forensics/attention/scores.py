@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from bf16forensics.emulate.rounding import round_to
 from bf16forensics.geometry.geometry import Geometry
@@ -26,7 +25,7 @@ def exp_(values: torch.Tensor) -> torch.Tensor:
     Vector libraries leave their fast path when a result underflows, and in a saturated head most results do.
     """
     floor = _EXPONENT_FLOOR[values.dtype]
-    return functional.threshold_(values.clamp_(min=floor).exp_(), 2.0 * math.exp(floor), 0.0)
+    return torch.threshold_(values.clamp_(min=floor).exp_(), 2.0 * math.exp(floor), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

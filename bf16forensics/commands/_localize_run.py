@@ -29,6 +29,8 @@ class Outputs:
 
     #: Directory of the case; None for none.
     case: Path | None
+    #: File of the figure; None for none.
+    plot: Path | None
     as_json: bool
     #: Heads in the table.
     top: int
@@ -53,9 +55,10 @@ class LocalizeRun:
     command: tuple[str, ...]
 
     def execute(self, outputs: Outputs) -> int:
-        """Runs, judges, writes the case, prints, and returns the exit code.
+        """Runs, judges, writes the case, prints, draws, and returns the exit code.
 
         Raises:
+            InputError: the case or the figure cannot be written; the figure comes last, after the report.
             InterruptedRun: stopped by the user; what was finished has been written and printed.
         """
         from bf16forensics.report.jsonio import dumps
@@ -69,6 +72,10 @@ class LocalizeRun:
         else:
             case = None if outputs.case is None else str(outputs.case)
             show(done.result, done.judgement, top=outputs.top, case=case)
+        if outputs.plot is not None:
+            from bf16forensics.report.plot import write_plot
+
+            write_plot(outputs.plot, done.result, done.judgement, tool_version=__version__, force=outputs.force)
         done.raise_if_interrupted()
         return exit_code(done.judgement, outputs.fail_on)
 

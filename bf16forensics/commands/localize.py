@@ -103,6 +103,10 @@ def localize(
         int | None, typer.Option(min=1, help="Sequences computed at once (default: one a core).", show_default=False)
     ] = None,
     output: OutputDir = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png|svg|pdf", help="Figure of all heads to write.", show_default=False),
+    ] = None,
     as_json: JsonFlag = False,
     top: Annotated[int, typer.Option(min=0, help="Heads in the table.")] = 10,
     fail_on: FailOnOption = FailOn.WARNING,
@@ -119,6 +123,8 @@ def localize(
     chosen = resolve(recipe)
     if output is not None:
         check_target(output, force=force)
+    if plot is not None:
+        _check_plot(plot, output, force=force)
     if checkpoint is not None and record is None:
         _refuse(context, _RECORD_OPTIONS, "--record FILE")
     if record is not None and checkpoint is None:
@@ -160,7 +166,16 @@ def localize(
         load_s=time.perf_counter() - started,
         command=("bf16forensics", *(context.obj or ())),
     )
-    raise typer.Exit(run.execute(Outputs(case=output, as_json=as_json, top=top, fail_on=fail_on.value, force=force)))
+    outputs = Outputs(case=output, plot=plot, as_json=as_json, top=top, fail_on=fail_on.value, force=force)
+    raise typer.Exit(run.execute(outputs))
+
+
+def _check_plot(plot: Path, case: Path | None, *, force: bool) -> None:
+    from bf16forensics.report.plot import check_plot_target
+
+    check_plot_target(plot, force=force)
+    if case is not None and case.resolve() in plot.resolve().parents:
+        raise InputError(f"{plot} lies in the case {case}, which holds nothing but the case; name a file outside it")
 
 
 def _refuse(context: typer.Context, names: tuple[str, ...], owner: str) -> None:

@@ -103,9 +103,7 @@ class Geometry:
             combined = block if combined is None else combined & block
         return combined
 
-    def hide(
-        self, scores: torch.Tensor, rows: tuple[int, int], num_queries: int, first_key: int, num_keys: int
-    ) -> int:
+    def hide(self, scores: torch.Tensor, rows: tuple[int, int], num_queries: int, first_key: int, num_keys: int) -> int:
         """Sets the scores of invisible pairs to -inf, in place.
 
         Args:

@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bf16forensics.errors import InputError
@@ -78,7 +79,9 @@ def write_json(path: Path, document: Mapping[str, object], *, force: bool) -> No
             f"cannot write {path}: {error.strerror or error}; choose a folder that can be written"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        # The folder itself may be what is wrong; the error on its way out says so.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -136,7 +136,11 @@ def _summary(verdict: str, ranked: Sequence[HeadVerdict], recipe: Recipe, refere
     names = listing([head_name(head.layer, head.head) for head in concerned], 3)
     where = f"{len(concerned):,} of {count(len(ranked), 'head')}"
     if verdict == NOISE_AT_CHANCE:
-        return f"{verdict}: all {count(len(ranked), 'head')}, by the upper bound of the bias ({basis})"
+        every = "all " if len(ranked) > 1 else ""
+        return f"{verdict}: {every}{count(len(ranked), 'head')}, by the upper bound of the bias ({basis})"
     if verdict == CANNOT_JUDGE:
-        return f"{verdict}: {where}, {concerned[0].reason} ({basis})"
+        first = concerned[0]
+        alike = len({head.reason for head in concerned}) == 1
+        reason = f", {first.reason}" if alike else f"; first {head_name(first.layer, first.head)}: {first.reason}"
+        return f"{verdict}: {where}{reason} ({basis})"
     return f"{verdict}: {where}, {names} ({basis})"

@@ -212,6 +212,7 @@ def test_options_are_frozen(run_cli: Run) -> None:
         "--n-head",
         "--no-causal",
         "--output",
+        "--plot",
         "--recipe",
         "--record",
         "--reference",
