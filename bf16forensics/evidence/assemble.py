@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bf16forensics.evidence.accumulate import LayerAccumulator
+from bf16forensics.evidence.coupling import MOST_STEPS, StepSpan
 from bf16forensics.evidence.results import (
     GradientCoupling,
     HeadEvidence,
@@ -42,6 +43,7 @@ def head_evidence(
     dw_q: GradientCoupling | None,
     nonfinite: tuple[str, ...],
     tests: DeltaTests = NOT_TESTED,
+    steps: tuple[StepSpan, ...] = (),
 ) -> HeadEvidence:
     """Assembles one head.
 
@@ -54,6 +56,7 @@ def head_evidence(
         dw_q: gradient coupling; the caller passes None where there is no dO or X, or where it is undefined.
         nonfinite: names of non-finite inputs of this head.
         tests: of its signed quantities, within the family of all heads.
+        steps: the recorded steps in order.
     """
     forward = not _touched(nonfinite, ("q[", "k[", "v["))
     backward = delta_defined(nonfinite)
@@ -64,7 +67,8 @@ def head_evidence(
     def signed(series: SignedSeries, test: SumTest) -> SignedStatistics | None:
         if not accumulator.has_delta:
             return None
-        return series.result(head, test) if backward else undefined_statistics(accumulator.num_sequences)
+        spans = [span.sequences for span in steps[:MOST_STEPS]]
+        return series.result(head, test, spans) if backward else undefined_statistics(accumulator.num_sequences)
 
     return HeadEvidence(
         layer=layer,

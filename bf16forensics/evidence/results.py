@@ -55,6 +55,10 @@ class SignedStatistics:
     zero: int
     clustered: ClusteredStatistics
     robust: RobustStatistics
+    #: Running sum over query positions, all sequences together, at up to 16 evenly spaced positions; the last is `sum`.
+    running_tokens: tuple[float, ...]
+    #: Running sum over the recorded steps, in order, for the first 64 steps.
+    running_steps: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Shapes: F heads, N rows of a sequence.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from bf16forensics.evidence.results import ClusteredStatistics, RobustStatistics
 from bf16forensics.evidence.statistics import UNDEFINED_SUM_TEST, SumTest, mean_and_error, student_two_sided
 
 _TRIMMED_SHARE = 0.01
+#: Points of a running sum over query positions.
+_POINTS = 16
 
 
 class SignedSeries:
@@ -28,6 +31,7 @@ class SignedSeries:
         self._absolute = np.zeros(num_heads)
         self._signs = np.zeros((num_heads, 3), np.int64)
         self._by_sequence: list[np.ndarray] = []
+        self._by_token = np.zeros((num_heads, 0))
 
     def add(self, values: np.ndarray, rows: np.ndarray, floor: np.ndarray) -> None:
         """Adds one sequence.
@@ -46,6 +50,10 @@ class SignedSeries:
         self._signs[:, 0] += ((values > floor) & rows).sum(1)
         self._signs[:, 1] += ((values < -floor) & rows).sum(1)
         self._signs[:, 2] += ((np.abs(values) <= floor) & rows).sum(1)
+        missing = values.shape[1] - self._by_token.shape[1]
+        if missing > 0:
+            self._by_token = np.pad(self._by_token, ((0, 0), (0, missing)))
+        self._by_token[:, : values.shape[1]] += values
         pool = np.concatenate([self._largest, values], axis=1)
         keep = min(self._keep, pool.shape[1])
         order = np.argpartition(-np.abs(pool), keep - 1, axis=1)[:, :keep]
@@ -55,12 +63,15 @@ class SignedSeries:
         """float64 [F, n]: the sum of each sequence so far."""
         return np.stack(self._by_sequence, axis=1) if self._by_sequence else np.zeros((len(self._sum), 0))
 
-    def result(self, head: int, test: SumTest = UNDEFINED_SUM_TEST) -> SignedStatistics:
+    def result(
+        self, head: int, test: SumTest = UNDEFINED_SUM_TEST, steps: Sequence[Sequence[int]] = ()
+    ) -> SignedStatistics:
         """The statistics of one head; nan where there are too few rows or sequences.
 
         Args:
             head: index of the head.
             test: sign-flip test of its sums within the family of all heads.
+            steps: positions of the sequences of each recorded step, in order.
         """
         rows = int(self._rows[head])
         if rows == 0:
@@ -77,6 +88,8 @@ class SignedSeries:
             positive=int(self._signs[head, 0]),
             negative=int(self._signs[head, 1]),
             zero=int(self._signs[head, 2]),
+            running_tokens=_running(self._by_token[head]),
+            running_steps=tuple(np.cumsum([sum(self._by_sequence[i][head] for i in step) for step in steps]).tolist()),
             clustered=_clustered(np.array([sums[head] for sums in self._by_sequence]), test),
             robust=self._robust(head, rows),
         )
@@ -94,6 +107,13 @@ class SignedSeries:
             largest_share=float(np.abs(values[order[0]])) / absolute if absolute > 0 else math.nan,
             sign_without_top_1_percent=0 if abs(remaining) <= noise else int(math.copysign(1, remaining)),
         )
+
+
+def _running(by_token: np.ndarray) -> tuple[float, ...]:
+    """Running sum at up to 16 evenly spaced positions, the last position among them."""
+    points = min(_POINTS, by_token.size)
+    ends = [-(-by_token.size * (i + 1) // points) - 1 for i in range(points)]
+    return tuple(np.cumsum(by_token)[ends].tolist())
 
 
 def _ratio(value: float, error: float) -> float:
@@ -130,6 +150,8 @@ def undefined_statistics(sequences: int) -> SignedStatistics:
         positive=0,
         negative=0,
         zero=0,
+        running_tokens=(),
+        running_steps=(),
         clustered=ClusteredStatistics(
             sequences=sequences, mean=nan, standard_error=nan, t=nan, p=nan, p_flip=nan, p_adjusted=nan
         ),

@@ -66,6 +66,7 @@ class Collector:
         nonfinite = [self._nonfinite(layer, weights[layer]) for layer in layers]
         coupling = self._coupling(probes, nonfinite)
         tests = self._delta_tests(nonfinite)
+        steps = self._steps(self.num_sequences)
         found: list[HeadEvidence] = []
         for layer, accumulator in enumerate(self._layers):
             for head in range(shape.num_heads):
@@ -79,6 +80,7 @@ class Collector:
                         coupling.get(layer * shape.num_heads + head),
                         nonfinite[layer][head],
                         tests.get(layer * shape.num_heads + head, UNTESTED_DELTA),
+                        steps,
                     )
                 )
         return tuple(found)

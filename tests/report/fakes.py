@@ -79,6 +79,8 @@ def signed(*, p: float = 0.5, t: float = 0.7, sequences: int = 32, **fields: Any
         "positive": 400,
         "negative": 520,
         "zero": 104,
+        "running_tokens": (-0.5, -1.25),
+        "running_steps": (-1.25,),
         "clustered": ClusteredStatistics(
             sequences=sequences, mean=-0.039, standard_error=0.056, t=t, p=p, p_flip=p, p_adjusted=p
         ),

@@ -11,7 +11,19 @@ from bf16forensics.report.environment import collect
 from bf16forensics.report.jsonio import dumps
 from bf16forensics.verdict.judge import judge
 
-STATISTICS = ["sum", "mean", "standard_error", "z", "positive", "negative", "zero", "clustered", "robust"]
+STATISTICS = [
+    "sum",
+    "mean",
+    "standard_error",
+    "z",
+    "positive",
+    "negative",
+    "zero",
+    "clustered",
+    "robust",
+    "running_tokens",
+    "running_steps",
+]
 
 
 def _refuse(name):
