@@ -55,7 +55,7 @@ clean: ## Remove everything that make created
 .venv/.stamp-run: .venv/.stamp-venv pyproject.toml constraints.txt
 	@echo "Setting up .venv (once; torch is a large download)"
 	$(INSTALL) torch
-	$(INSTALL) --editable .
+	$(INSTALL) --editable '.[plot]'
 	@touch $@
 
 .venv/.stamp-dev: .venv/.stamp-run
