@@ -7,7 +7,7 @@ Keys keep their order. Fields may be added within a schema version, never rename
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from bf16forensics.evidence.results import ErrorStatistics, GradientCoupling, HeadEvidence
+from bf16forensics.evidence.results import ErrorStatistics, GradientCoupling, HeadEvidence, SignedStatistics
 from bf16forensics.investigate.result import LocalizeResult
 from bf16forensics.report.environment import Environment
 from bf16forensics.report.jsonio import SCHEMA_VERSION, plain
@@ -17,6 +17,8 @@ from bf16forensics.verdict.words import head_name
 #: The flat fields of `dw_q` that come from the defect part, in the contract's order and after it.
 _DEFECT_FIELDS = ("rho", "bias", "bias_upper", "minimum_detectable", "p_adjusted")
 _MORE_DEFECT_FIELDS = ("bias_lower", "p", "gain")
+#: Fields of a signed quantity that stand apart in the document, and their names there.
+_RUNNING = {"running_tokens": "tokens", "running_steps": "steps"}
 
 
 def document(
@@ -89,8 +91,8 @@ def _head(head: HeadEvidence, verdict: HeadVerdict, judgement: Judgement) -> dic
     return {
         "layer": head.layer,
         "head": head.head,
-        "delta_err": head.delta_err,
-        "delta_defect": head.delta_defect,
+        "delta_err": _signed(head.delta_err),
+        "delta_defect": _signed(head.delta_defect),
         "output_err": _reordered(head.output_err, ("mean_ulp", "max_abs", "token", "feature")),
         "ones": head.ones,
         **{name: counts.pop(name) for name in first},
@@ -109,10 +111,28 @@ def _head(head: HeadEvidence, verdict: HeadVerdict, judgement: Judgement) -> dic
         **counts,
         "pairs": head.pairs,
         "score_abs_max": head.score_abs_max,
-        "ds_row_sum": head.ds_row_sum,
+        "ds_row_sum": _signed(head.ds_row_sum),
+        "running_sums": {
+            "delta_err": _running(head.delta_err),
+            "delta_defect": _running(head.delta_defect),
+            "ds_row_sum": _running(head.ds_row_sum),
+        },
         "spectrum": spectrum,
         "nonfinite": head.nonfinite,
     }
+
+
+def _signed(statistics: SignedStatistics | None) -> dict[str, object] | None:
+    """The statistics without the running sums, which depend on where a row stands in its sequence."""
+    if statistics is None:
+        return None
+    return {name: value for name, value in _fields(statistics).items() if name not in _RUNNING}
+
+
+def _running(statistics: SignedStatistics | None) -> dict[str, object] | None:
+    if statistics is None:
+        return None
+    return {short: getattr(statistics, name) for name, short in _RUNNING.items()}
 
 
 def _coupling(dw_q: GradientCoupling, signal_alpha: float) -> dict[str, object]:

@@ -5,7 +5,7 @@ import functools
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -124,6 +124,15 @@ def test_an_interruption_before_the_first_sequence_goes_on(make_source: Make, mo
         find_heads(make_source(), options())
 
 
+@pytest.fixture
+def _interrupts_raise() -> Iterator[None]:
+    """Python's own handler: a process started in the background may ignore interrupts, and its children too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts_raise")
 def test_a_signal_in_the_middle_of_an_update_waits_for_its_end(
     make_source: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +150,7 @@ def test_a_signal_in_the_middle_of_an_update_waits_for_its_end(
     assert {head.counts.rows for head in found.heads} == {40}
 
 
+@pytest.mark.usefixtures("_interrupts_raise")
 def test_interrupts_are_deferred_in_the_main_thread_only() -> None:
     seen: list[str] = []
 

@@ -21,8 +21,6 @@ STATISTICS = [
     "zero",
     "clustered",
     "robust",
-    "running_tokens",
-    "running_steps",
 ]
 
 
@@ -161,3 +159,17 @@ def test_the_environment_of_this_process():
     assert environment.device == "cpu"
     assert environment.date.endswith("+00:00")
     assert collect(tool_version="1.2.3").threads >= 1
+
+
+def test_running_sums_stand_apart_from_the_statistics(build, fakes):
+    head = build(fakes.mixed())["heads"][0]
+    assert list(head["delta_err"]) == STATISTICS
+    assert set(head["running_sums"]) == {"delta_err", "delta_defect", "ds_row_sum"}
+    assert head["running_sums"]["delta_defect"] == {"tokens": [-0.5, -1.25], "steps": [-1.25]}
+
+
+def test_without_do_there_are_no_running_sums(build, fakes):
+    head = build(fakes.result(fakes.head(0, 0, delta_err=None, delta_defect=None, ds_row_sum=None, dw_q=None)))[
+        "heads"
+    ][0]
+    assert head["running_sums"] == {"delta_err": None, "delta_defect": None, "ds_row_sum": None}
