@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 BUNDLED = Path(bf16forensics.__file__).parent / "demo"
 TOKENS = "tokens.bin"
 INDICES = "indices.txt"
+_REFERENCE = "fp64"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Twin:
     title: str
 
     def run(self, directory: Path, *, threads: int | None) -> LocalizeRun:
-        """The run of localize with its defaults on this twin.
+        """The run of localize on this twin: its defaults, against float64.
 
         Args:
             directory: folder that holds the checkpoints, the tokens and the index file.
@@ -57,16 +58,16 @@ class Twin:
             activations="fp32",
         )
         opened = open_source(given, None)
-        words = ("localize", str(checkpoint), "--batch", str(tokens), "--indices", str(indices))
+        files = (str(checkpoint), "--batch", str(tokens), "--indices", str(indices))
         return LocalizeRun(
             opened=opened,
             recipe=resolve("fa2"),
-            reference="fp64",
+            reference=_REFERENCE,
             step_sequences=None,
             threads=threads,
             until_decided=False,
             load_s=time.perf_counter() - started,
-            command=("bf16forensics", *words),
+            command=("bf16forensics", "localize", *files, "--reference", _REFERENCE),
         )
 
     def deviations(self, judgement: "Judgement") -> list[str]:
