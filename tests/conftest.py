@@ -1,11 +1,13 @@
 """Fixtures of every test: the command line with a fixed console, and the real data where it is present."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -116,3 +118,15 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture(scope="session")
+def fakes() -> ModuleType:
+    """The module tests/report/fakes.py: made-up results for the tests of verdicts and reports."""
+    path = ROOT / "tests" / "report" / "fakes.py"
+    spec = importlib.util.spec_from_file_location("bf16forensics_test_fakes", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

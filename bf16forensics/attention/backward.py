@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from bf16forensics.attention.lp import backward_probabilities, forward_rows, key_tiles
+from bf16forensics.attention.lp import (
+    add_tile,
+    backward_probabilities,
+    delta_products,
+    forward_rows,
+    key_tiles,
+    round_delta,
+    score_gradient,
+)
 from bf16forensics.attention.scores import Block, lp_scores, product
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.rounding import round_to
@@ -82,23 +90,18 @@ def _head(
         forward = forward_rows(scores, v[:, seen], keys, tile_k, recipe)
         p = backward_probabilities(scores, forward, recipe)
         dp = round_to(product(do[:, own], v[:, seen].transpose(-1, -2), recipe.arithmetic), recipe.dp)
-        terms = p * dp if recipe.delta_source == "dp" else round_to(do[:, own] * forward.o, recipe.delta_products)
-        delta = round_to(terms.double().sum(-1), recipe.delta).float()
-        ds = round_to(p * (dp - delta[..., None]), recipe.ds)
+        from_p = recipe.delta_source == "dp"
+        terms = (p * dp).double() if from_p else delta_products(do[:, own], forward.o, recipe)
+        ds = score_gradient(p, dp, round_delta(terms.sum(-1), recipe), None, recipe)
         p = round_to(p, recipe.p_backward)
         o[:, own] = forward.o
         for first, last in key_tiles(keys, tile_k, recipe.tile_order):
             tile = slice(seen.start + first, seen.start + last)
             ds_tile, p_tile = ds[..., first:last], p[..., first:last]
-            _add(dq, own, product(ds_tile, k[:, tile], recipe.arithmetic) * scale, recipe.dq, recipe)
-            _add(dk, tile, product(ds_tile.mT, q[:, own], recipe.arithmetic) * scale, recipe.dkv, recipe)
-            _add(dv, tile, product(p_tile.mT, do[:, own], recipe.arithmetic), recipe.dkv, recipe)
+            for buffer, where, added, storage in (
+                (dq, own, product(ds_tile, k[:, tile], recipe.arithmetic) * scale, recipe.dq),
+                (dk, tile, product(ds_tile.mT, q[:, own], recipe.arithmetic) * scale, recipe.dkv),
+                (dv, tile, product(p_tile.mT, do[:, own], recipe.arithmetic), recipe.dkv),
+            ):
+                add_tile(buffer, where, added, storage, recipe.gradients_at)
     return o[0], round_to(dq, recipe.dq)[0], round_to(dk, recipe.dkv)[0], round_to(dv, recipe.dkv)[0]
-
-
-def _add(buffer: torch.Tensor, where: slice, tile: torch.Tensor, storage: str, recipe: Recipe) -> None:
-    """Adds a tile to a gradient buffer, rounding the tile and the sum where the recipe's buffer is narrow."""
-    if recipe.gradients_at == "tile":
-        buffer[:, where] = round_to(buffer[:, where] + round_to(tile, storage), storage)
-    else:
-        buffer[:, where] += tile

@@ -1,4 +1,4 @@
-"""One block of rows through a recipe: forward pass and the backward pass's probabilities.
+"""One block of rows through a recipe: the forward pass, and the steps of the backward pass that round.
 
 This is the specification of a recipe: every rounding of `Recipe` appears here, or in `scores.py`, exactly once.
 
@@ -155,3 +155,49 @@ def backward_probabilities(scores: LpScores, rows: LpRows, recipe: Recipe) -> to
         return torch.exp2((scores.values * (scores.unit * LOG2_E)).sub_(lse * LOG2_E))
     values = scores.values if scores.unit == 1.0 else scores.values * scores.unit
     return exp_(values - lse)
+
+
+def delta_products(do: torch.Tensor, o: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """dO * O as the recipe rounds it before adding, [H, R, E] float64."""
+    return round_to(do.double() * o.double(), recipe.delta_products)
+
+
+def round_delta(exact: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """delta from an exact sum, rounded once to the recipe's format, [H, R] float64.
+
+    The order in which a kernel adds FP32 products moves the result by less than 2^-22 of sum |dO * O|, which is the
+    limit below which no sign is counted.
+    """
+    return round_to(exact, recipe.delta)
+
+
+def score_gradient(
+    p: torch.Tensor, dp: torch.Tensor, delta: torch.Tensor, slope: torch.Tensor | None, recipe: Recipe
+) -> torch.Tensor:
+    """dS = P * (dP - delta) as the operand of the products with K and Q, [H, R, K] FP32.
+
+    Args:
+        p: [H, R, K] FP32 P of the backward pass.
+        dp: [H, R, K] FP32 dP by the recipe.
+        delta: [H, R] float64 delta by the recipe.
+        slope: [H, R, K] derivative of the score by the scaled product (soft-cap), or None for 1.
+        recipe: format of dS.
+    """
+    ds = p * (dp - delta.float()[..., None])
+    return round_to(ds if slope is None else ds * slope.float(), recipe.ds)
+
+
+def add_tile(buffer: torch.Tensor, where: slice, tile: torch.Tensor, storage: str, gradients_at: str) -> None:
+    """Adds a tile to rows of a gradient buffer [H, rows, D], in place.
+
+    Args:
+        buffer: FP32.
+        where: the rows.
+        tile: FP32.
+        storage: format of the gradient.
+        gradients_at: "tile" rounds the tile and the sum; "end" leaves the rounding to the end.
+    """
+    if gradients_at == "tile":
+        buffer[:, where] = round_to(buffer[:, where] + round_to(tile, storage), storage)
+    else:
+        buffer[:, where] += tile

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from bf16forensics.attention.hp import HpRows, gather_rows
-from bf16forensics.attention.lp import LpRows, key_tiles
+from bf16forensics.attention.lp import (
+    LpRows,
+    add_tile,
+    delta_products,
+    key_tiles,
+    round_delta,
+    score_gradient,
+)
 from bf16forensics.attention.result import DeltaRows, QueryGradients
 from bf16forensics.attention.scores import product
 from bf16forensics.emulate.rounding import round_to
@@ -117,15 +124,10 @@ def _pick(values: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
 
 
 def _delta(inputs: GradientInputs, recipe: Recipe, from_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """delta by the recipe and the scale of its terms, both [H, R] float64.
-
-    The sum itself is taken in float64 and rounded once to the recipe's format: the order in which a kernel adds FP32
-    products moves the result by less than 2^-22 of `magnitude`, which is the limit below which no sign is counted.
-    """
-    products = inputs.do.double() * inputs.lp.o.double()
-    magnitude = products.abs().sum(-1)
-    exact = from_p if recipe.delta_source == "dp" else round_to(products, recipe.delta_products).sum(-1)
-    return round_to(exact, recipe.delta), magnitude
+    """delta by the recipe and the scale of its terms, sum |dO * O|; both [H, R] float64."""
+    magnitude = (inputs.do.double() * inputs.lp.o.double()).abs().sum(-1)
+    exact = from_p if recipe.delta_source == "dp" else delta_products(inputs.do, inputs.lp.o, recipe).sum(-1)
+    return round_delta(exact, recipe), magnitude
 
 
 def _cast_gradients(
@@ -135,17 +137,15 @@ def _cast_gradients(
 
     Where the buffer rounds after every key tile, "before" keeps the buffer in FP32.
     """
-    ds = inputs.p_lp * (dp_lp - delta_lp.float()[..., None])
-    if inputs.slope is not None:
-        ds = ds * inputs.slope.float()
-    ds = round_to(ds, recipe.ds)
+    ds = score_gradient(inputs.p_lp, dp_lp, delta_lp, inputs.slope, recipe)
     if recipe.gradients_at == "end":
         dq = product(ds, inputs.k, recipe.arithmetic) * inputs.scale
         return dq.double(), round_to(dq, recipe.dq).double()
     shape = (*inputs.do.shape[:-1], inputs.k.shape[-1])
     buffer, unrounded = ds.new_zeros(shape), ds.new_zeros(shape)
+    rows = slice(None)
     for start, end in key_tiles(inputs.keys, inputs.tile_k, recipe.tile_order):
         tile = product(ds[..., start:end], inputs.k[:, start:end], recipe.arithmetic) * inputs.scale
-        unrounded = unrounded + tile
-        buffer = round_to(buffer + round_to(tile, recipe.dq), recipe.dq)
+        add_tile(unrounded, rows, tile, recipe.dq, "end")
+        add_tile(buffer, rows, tile, recipe.dq, recipe.gradients_at)
     return unrounded.double(), buffer.double()

@@ -127,7 +127,7 @@ class LocalizeRun:
         return all(head.verdict != CANNOT_JUDGE for head in judge(self._result(found)).heads)
 
     def _result(self, found: "HeadsFound") -> "LocalizeResult":
-        from bf16forensics.investigate.result import InputFile, LocalizeResult, Timing
+        from bf16forensics.investigate.result import LocalizeResult, Timing
 
         opened, shape = self.opened, self.opened.source.shape
         work = found.capture_work_s + found.evidence_work_s
@@ -136,9 +136,7 @@ class LocalizeRun:
             recipe=self.recipe,
             reference=self.reference,
             activations=opened.activations,
-            inputs=tuple(
-                InputFile(role=f.role, path=f.path, size_bytes=f.size_bytes, sha256=f.sha256) for f in opened.files
-            ),
+            inputs=opened.files,
             kind=opened.kind,
             shape=opened.shape,
             num_layers=shape.num_layers,

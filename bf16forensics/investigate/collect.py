@@ -64,9 +64,9 @@ class Collector:
         with ThreadPoolExecutor(self._workers) as pool:
             spectra = list(pool.map(lambda layer: layer_spectra(weights[layer], shape.num_heads), layers))
         nonfinite = [self._nonfinite(layer, weights[layer]) for layer in layers]
-        coupling = self._coupling(probes, nonfinite)
+        steps = self._steps()
+        coupling = self._coupling(probes, nonfinite, steps)
         tests = self._delta_tests(nonfinite)
-        steps = self._steps(self.num_sequences)
         found: list[HeadEvidence] = []
         for layer, accumulator in enumerate(self._layers):
             for head in range(shape.num_heads):
@@ -111,7 +111,10 @@ class Collector:
         }
 
     def _coupling(
-        self, probes: tuple[AttentionRecord, ...], nonfinite: list[list[tuple[str, ...]]]
+        self,
+        probes: tuple[AttentionRecord, ...],
+        nonfinite: list[list[tuple[str, ...]]],
+        steps: tuple[StepSpan, ...],
     ) -> dict[int, GradientCoupling]:
         """Coupling by head index.
 
@@ -144,14 +147,14 @@ class Collector:
                 accumulator.gradients,
                 head,
                 accumulator.key_sum[head // group] / max(accumulator.key_count, 1),
-                self._steps(n),
+                steps,
                 functional.get(index, math.nan),
             )
         return found
 
-    def _steps(self, n: int) -> tuple[StepSpan, ...]:
+    def _steps(self) -> tuple[StepSpan, ...]:
         of_group: dict[int, list[int]] = {}
-        for index in range(n):
+        for index in range(self.num_sequences):
             of_group.setdefault(self._shape.groups[index], []).append(index)
         return tuple(StepSpan(step=self._shape.steps[s[0]], sequences=tuple(s)) for s in of_group.values())
 

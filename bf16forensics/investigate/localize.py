@@ -137,8 +137,10 @@ def find_heads(
                 if on_progress is not None:
                     on_progress(SequencesDone(done=index + 1, planned=shape.num_sequences))
                 ends_step = index + 1 == shape.num_sequences or shape.groups[index + 1] != shape.groups[index]
-                if is_decided is not None and ends_step and is_decided(found(False)):
-                    break
+                if is_decided is not None and ends_step:
+                    so_far = found(False)
+                    if is_decided(so_far):
+                        return so_far
         except KeyboardInterrupt:
             interrupted = True
             if collector.num_sequences == 0:

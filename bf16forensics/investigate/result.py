@@ -3,20 +3,8 @@
 from dataclasses import dataclass
 
 from bf16forensics.evidence.results import HeadEvidence
+from bf16forensics.load.files import FileFacts
 from bf16forensics.recipe.model import Recipe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputFile:
-    """One file the run read."""
-
-    #: "checkpoint", "tokens", "indices", "record".
-    role: str
-    #: Path as the user gave it.
-    path: str
-    size_bytes: int
-    #: SHA-256 of the file's bytes; of the tensors' bytes in name order for a folder.
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +31,7 @@ class LocalizeResult:
     reference: str
     #: "fp32" for a captured model; None for records.
     activations: str | None
-    inputs: tuple[InputFile, ...]
+    inputs: tuple[FileFacts, ...]
     #: "nanogpt" or "record".
     kind: str
     #: Geometry in words for the header, e.g. "6 layers, 6 heads, head size 64, width 384".

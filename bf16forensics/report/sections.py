@@ -4,7 +4,8 @@ import math
 import os
 from collections.abc import Sequence
 
-from bf16forensics.investigate.result import InputFile, LocalizeResult
+from bf16forensics.investigate.result import LocalizeResult
+from bf16forensics.load.files import FileFacts
 from bf16forensics.report.glyphs import Glyphs
 from bf16forensics.report.layout import BLANK, Line, labelled, shell
 from bf16forensics.report.recipe_words import recipe_words
@@ -138,7 +139,7 @@ def _part(finding: Finding, field: str, width: int) -> list[Line]:
     return labelled(finding.severity, text, width, style=_STYLES[finding.severity], most=3)
 
 
-def _files(files: Sequence[InputFile]) -> str:
+def _files(files: Sequence[FileFacts]) -> str:
     parts = [
         f"{file.role} {_elided(file.path)} ({_size(file.size_bytes)}, sha256 {file.sha256[:8]})"
         for file in files[:_FILES]

@@ -23,7 +23,8 @@ from bf16forensics.evidence.results import (
     StepRatio,
     Telescope,
 )
-from bf16forensics.investigate.result import InputFile, LocalizeResult, Timing
+from bf16forensics.investigate.result import LocalizeResult, Timing
+from bf16forensics.load.files import FileFacts
 from bf16forensics.recipe.presets import FA2
 from bf16forensics.report.environment import Environment
 
@@ -205,9 +206,9 @@ def result(*heads: HeadEvidence, **fields: Any) -> LocalizeResult:
         "reference": "fp64",
         "activations": "fp32",
         "inputs": (
-            InputFile(role="checkpoint", path="run 7/ckpt.pt", size_bytes=42_500_000, sha256="0123456789abcdef" * 4),
-            InputFile(role="tokens", path="train.bin", size_bytes=2_000_000, sha256="fedcba9876543210" * 4),
-            InputFile(role="indices", path="indices_rank_0.txt", size_bytes=812, sha256="00ff" * 16),
+            FileFacts(role="checkpoint", path="run 7/ckpt.pt", size_bytes=42_500_000, sha256="0123456789abcdef" * 4),
+            FileFacts(role="tokens", path="train.bin", size_bytes=2_000_000, sha256="fedcba9876543210" * 4),
+            FileFacts(role="indices", path="indices_rank_0.txt", size_bytes=812, sha256="00ff" * 16),
         ),
         "kind": "nanogpt",
         "shape": "2 layers, 4 heads, head size 64, width 256",
