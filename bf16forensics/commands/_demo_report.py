@@ -36,7 +36,7 @@ def show_twin(twin: Twin, done: "Analysed", *, case: str | None) -> None:
     )
     lines = labelled(twin.name.upper(), twin.title, width, style="bold")
     lines += labelled("read", result.inputs[0].path if result.inputs else "", width)
-    lines += labelled("data", data, width)
+    lines += labelled("data", f"{data}; L1.H2 is layer 1, head 2, counted from 0", width)
     lines += verdict(judgement, width)
     lines += findings(judgement, width, _FINDING_LINES)
     lines += head_table(result, judgement, width, glyphs, top=_TOP, room=_TABLE_LINES)
