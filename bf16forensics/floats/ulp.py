@@ -47,7 +47,7 @@ def ulp_array(x: NDArray[Any], fmt: FloatFormat) -> NDArray[np.float64]:
 def ordered_int(code: int, fmt: FloatFormat) -> int:
     """Map a code to an integer that grows by one from each value to the next; both zeros give 0.
 
-    Infinity is one step beyond the largest finite value.
+    Infinity is one step beyond the largest finite value, in the formats that have it.
 
     Raises:
         InputError: the code is a NaN, which has no place in the order, or does not fit the format.
@@ -55,7 +55,7 @@ def ordered_int(code: int, fmt: FloatFormat) -> int:
     if not 0 <= code < 1 << fmt.bits:
         raise InputError(f"{code:#x} is not a {fmt.name} code; a code has {fmt.bits} bits")
     magnitude = code & (fmt.sign_mask - 1)
-    if magnitude > fmt.infinity_code:
+    if magnitude > fmt.largest_code:
         raise InputError(f"{code:#x} is a NaN of {fmt.name}; it has no place in the order")
     return -magnitude if code & fmt.sign_mask else magnitude
 
@@ -86,6 +86,6 @@ def distance_steps_array(a: NDArray[Any], b: NDArray[Any], fmt: FloatFormat) -> 
 def _ordered_array(x: NDArray[Any], fmt: FloatFormat) -> NDArray[np.int64]:
     codes = codes_from_array(x, fmt).astype(np.int64)
     magnitude = codes & (fmt.sign_mask - 1)
-    if (magnitude > fmt.infinity_code).any():
+    if (magnitude > fmt.largest_code).any():
         raise InputError(f"NaN has no place in the order of {fmt.name}; mask such elements first")
     return np.where(codes & fmt.sign_mask, -magnitude, magnitude)

@@ -47,7 +47,7 @@ def test_float64_rounds_once():
 @pytest.mark.parametrize("shape", [(0,), (), (1,), (3, 0, 2), (5, 7, 33)])
 def test_shapes_dtypes_and_values_are_kept(dtype, shape):
     t = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=dtype)
-    for name in ("bf16", "fp16"):
+    for name in ("e4m3", "e5m2", "bf16", "fp16"):
         rounded = round_to(t, name)
         assert rounded.shape == t.shape
         assert rounded.dtype == dtype
@@ -59,19 +59,22 @@ def test_shapes_dtypes_and_values_are_kept(dtype, shape):
 def test_strides_do_not_matter(dtype):
     t = torch.randn(6, 9, 10, generator=torch.Generator().manual_seed(6), dtype=dtype)
     for view in (t.transpose(0, 2), t[:, ::2, 1:], t[:, :1].expand(6, 4, 10)):
-        for function in (round_to, ulp_of):
-            expected = function(view.contiguous(), "bf16")
-            assert (bits(function(view, "bf16").contiguous()) == bits(expected)).all()
-        assert changed_by_cast(view, "bf16") == changed_by_cast(view.contiguous(), "bf16")
+        for name in ("e4m3", "e5m2", "bf16"):
+            for function in (round_to, ulp_of):
+                expected = function(view.contiguous(), name)
+                assert (bits(function(view, name).contiguous()) == bits(expected)).all()
+            assert changed_by_cast(view, name) == changed_by_cast(view.contiguous(), name)
 
 
 def test_input_is_left_alone():
     for dtype in (torch.float32, torch.float64):
-        t = torch.tensor([1.001, -3.3, float("nan")], dtype=dtype)
+        t = torch.tensor([1.001, -3.3, 1e6, float("nan")], dtype=dtype)
         before = t.clone()
-        round_to(t, "bf16")
-        ulp_of(t, "bf16")
-        changed_by_cast(t, "bf16")
+        for name in ("e4m3", "e5m2", "bf16"):
+            for overflow in (None, "nonfinite", "saturate"):
+                round_to(t, name, overflow=overflow)
+                changed_by_cast(t, name, overflow=overflow)
+            ulp_of(t, name)
         assert (bits(t) == bits(before)).all()
 
 
@@ -79,6 +82,8 @@ def test_input_is_left_alone():
 def test_results_are_detached(dtype):
     t = torch.ones(3, dtype=dtype, requires_grad=True)
     assert not round_to(t, "bf16").requires_grad
+    assert not round_to(t, "e4m3").requires_grad
+    assert not round_to(t, "e5m2").requires_grad
     assert not ulp_of(t, "bf16").requires_grad
     assert changed_by_cast(t, "bf16") == (0, 0.0)
 
@@ -98,6 +103,19 @@ def test_rounding_float64_to_subnormals_does_not_depend_on_flushing(flushing):
         assert (bits(found) == bits(steps.round().copysign(steps) * step)).all()
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("overflow", ["nonfinite", "saturate"])
+@pytest.mark.parametrize(("name", "step"), [("e4m3", 2.0**-9), ("e5m2", 2.0**-16)])
+def test_rounding_to_fp8_does_not_depend_on_flushing(flushing, name, step, overflow, size):
+    for dtype in (torch.float32, torch.float64):
+        steps = torch.arange(-300, 300, dtype=dtype).div(64).repeat(size)
+        found = round_to(steps * step, name, overflow=overflow)
+        assert (bits(found) == bits(steps.round().copysign(steps) * step)).all()
+    tiny = from_bits(np.tile([0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x80000000], size))
+    zeros = from_bits(np.tile([0, 0x80000000, 0, 0x80000000, 0x80000000], size))
+    assert (bits(round_to(tiny, name, overflow=overflow)) == bits(zeros)).all()
+
+
 def test_ulp_does_not_depend_on_flushing(flushing):
     # The bits of an FP32 number whose exponent field alone is set, and of its step.
     expected = {
@@ -113,7 +131,7 @@ def test_ulp_does_not_depend_on_flushing(flushing):
     assert bits(found).tolist() == list(expected.values())
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "bf16", "fp16", "fp32"])
 def test_ulp_of_fp32_tensors_is_the_specified_one(name):
     """T1: the top 16 bits take every value, with lower bits that leave the exponent alone."""
     codes = np.arange(1 << 16, dtype=np.uint32) << 16 | 0x1234
@@ -142,6 +160,18 @@ def test_changed_by_cast_counts_overflow_as_an_infinite_error():
     t = torch.tensor([1.0, 70000.0])
     assert changed_by_cast(t, "fp16") == (1, float("inf"))
     assert changed_by_cast(t, "bf16")[0] == 1
+
+
+def test_changed_by_cast_to_fp8_measures_from_the_largest_value():
+    """Infinities are no finite elements: not counted, though they saturate."""
+    t = torch.tensor([1.0, 500.0, -0.0, float("inf"), float("nan"), 2.0**-10])
+    assert changed_by_cast(t, "e4m3") == (2, 52.0)
+    assert changed_by_cast(t.double(), "e4m3") == (2, 52.0)
+    assert changed_by_cast(t, "e4m3", overflow="nonfinite") == (2, float("inf"))
+    assert changed_by_cast(t, "e5m2") == (1, 12.0)
+    assert changed_by_cast(t[:1] * 60000, "e5m2") == (1, 60000.0 - 57344.0)
+    assert changed_by_cast(t[:1] * 62000, "e5m2", overflow="nonfinite") == (1, float("inf"))
+    assert changed_by_cast(t, "fp32", overflow="saturate") == (0, 0.0)
 
 
 def test_changed_by_cast_counts_subnormals_even_when_flushed(flushing):

@@ -1,6 +1,6 @@
 """Scalar specification, NumPy twin and torch twin against independent oracles and against one another.
 
-ml_dtypes is an oracle for decoding and for FP32 -> BF16 only: from float64 it rounds twice.
+ml_dtypes is an oracle for decoding and for FP32 -> BF16 and FP8 only: from float64 it rounds twice.
 """
 
 import math
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bf16forensics.emulate import rounding as torch_rounding
 from bf16forensics.errors import InputError
 from bf16forensics.floats import arrays, scalar
-from bf16forensics.floats.formats import BF16, FP16, FP32, FP64
+from bf16forensics.floats.formats import BF16, E4M3, E5M2, FP16, FP32, FP64
 
 ALL_CODES = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 
@@ -35,41 +35,57 @@ def cast(x, dtype):
         return x.astype(dtype)
 
 
-def round_scalar(x, fmt, mode="rne"):
-    return cast(np.array([scalar.round_to(v, fmt, mode) for v in x.tolist()]), x.dtype)
+def round_scalar(x, fmt, mode="rne", overflow=None):
+    return cast(np.array([scalar.round_to(v, fmt, mode, overflow=overflow) for v in x.tolist()]), x.dtype)
 
 
-def round_torch(x, fmt):
-    return torch_rounding.round_to(torch.from_numpy(x), fmt.name).numpy()
+def round_torch(x, fmt, overflow=None):
+    return torch_rounding.round_to(torch.from_numpy(x), fmt.name, overflow=overflow).numpy()
 
 
 ROUNDERS = pytest.mark.parametrize(
     "rounder", [round_scalar, arrays.round_to, round_torch], ids=["scalar", "numpy", "torch"]
 )
-FORMATS_16 = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda f: f.name)
+NARROW = pytest.mark.parametrize("fmt", [E4M3, E5M2, BF16, FP16], ids=lambda f: f.name)
+OVERFLOW = pytest.mark.parametrize("overflow", ["nonfinite", "saturate"])
 
 
-def thinned(rounder):
-    """Choose all codes; for the slow scalar form every 7th, which takes odd and even ones of every binade.
+def thinned(rounder, fmt=BF16):
+    """Choose all codes; for the slow scalar form every 7th of 16 bits, which takes odd and even ones of every binade.
 
     Its exhaustive test is the way from code to value and back.
     """
-    return slice(None, None, 7 if rounder is round_scalar else 1)
+    return slice(None, None, 7 if rounder is round_scalar and fmt.bits == 16 else 1)
+
+
+def codes_of(fmt):
+    return ALL_CODES if fmt.bits == 16 else np.arange(1 << 8, dtype=np.uint16).astype(np.uint8)
 
 
 def oracle_dtype(fmt):
-    return {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}[fmt.name]
+    return {
+        "e4m3": ml_dtypes.float8_e4m3fn,
+        "e5m2": ml_dtypes.float8_e5m2,
+        "bf16": ml_dtypes.bfloat16,
+        "fp16": np.float16,
+    }[fmt.name]
 
 
-def oracle_values(fmt, codes=ALL_CODES):
-    return cast(codes.view(oracle_dtype(fmt)), np.float64)
+def oracle_values(fmt, codes=None):
+    return cast((codes_of(fmt) if codes is None else codes).view(oracle_dtype(fmt)), np.float64)
 
 
-@FORMATS_16
+def finite_values(fmt):
+    """Return every finite value that is not negative, ascending, and the value that would follow the last."""
+    low = oracle_values(fmt, codes_of(fmt)[: fmt.max_finite_code + 1])
+    return low, np.append(low[1:], 2 * low[-1] - low[-2])
+
+
+@NARROW
 def test_every_code_decodes_as_the_oracle_says(fmt):
     expected = oracle_values(fmt)
-    bits_equal(np.array([scalar.float_from_code(int(c), fmt) for c in ALL_CODES]), expected)
-    bits_equal(arrays.array_from_codes(ALL_CODES, fmt), expected)
+    bits_equal(np.array([scalar.float_from_code(int(c), fmt) for c in codes_of(fmt)]), expected)
+    bits_equal(arrays.array_from_codes(codes_of(fmt), fmt), expected)
 
 
 def test_every_bf16_code_decodes_to_float32_with_its_payload():
@@ -79,40 +95,45 @@ def test_every_bf16_code_decodes_to_float32_with_its_payload():
     assert (found.view(np.uint32) >> 16 == ALL_CODES).all()
 
 
-@FORMATS_16
+@NARROW
 def test_every_code_survives_decoding_and_encoding(fmt):
     values = oracle_values(fmt)
-    expected = np.where(np.isnan(values), fmt.quiet_nan_code, ALL_CODES)
-    assert [scalar.encode(v, fmt) for v in values.tolist()] == expected.tolist()
-    assert [scalar.encode(v, fmt, "rz") for v in values[::7].tolist()] == expected[::7].tolist()
-    assert [scalar.code_from_float(v, fmt) for v in values[::7].tolist()] == expected[::7].tolist()
-    assert (arrays.codes_from_array(values, fmt) == expected).all()
+    expected = np.where(np.isnan(values), fmt.quiet_nan_code, codes_of(fmt))
+    some, expected_some = values[thinned(round_scalar, fmt)].tolist(), expected[thinned(round_scalar, fmt)].tolist()
+    assert [scalar.encode(v, fmt, overflow="nonfinite") for v in values.tolist()] == expected.tolist()
+    assert [scalar.encode(v, fmt, "rz", overflow="nonfinite") for v in some] == expected_some
+    assert [scalar.code_from_float(v, fmt) for v in some] == expected_some
+    codes = arrays.codes_from_array(values, fmt)
+    assert codes.dtype == codes_of(fmt).dtype
+    assert (codes == expected).all()
 
 
-@FORMATS_16
+@NARROW
 @ROUNDERS
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_representable_values_are_left_alone(rounder, fmt, dtype):
-    values = cast(oracle_values(fmt), dtype)[thinned(rounder)]
-    bits_equal(rounder(values, fmt), values)
+    values = cast(oracle_values(fmt), dtype)[thinned(rounder, fmt)]
+    bits_equal(rounder(values, fmt, overflow="nonfinite"), values)
+    ends = np.where(np.isinf(values), np.copysign(dtype(fmt.max_finite), values), values)
+    bits_equal(rounder(values, fmt, overflow="saturate"), ends)
 
 
-@FORMATS_16
+@OVERFLOW
+@NARROW
 @ROUNDERS
 @pytest.mark.parametrize("offset", [-1, 0, 1], ids=["tie-tiny", "tie", "tie+tiny"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_every_midpoint_rounds_once_from_float64(rounder, fmt, offset, sign):
+def test_every_midpoint_rounds_once_from_float64(rounder, fmt, overflow, offset, sign):
     """The neighbours differ from the tie in the last bit of float64, where FP32 as a half-way house sees the tie."""
-    num_finite = fmt.infinity_code
-    low = oracle_values(fmt, np.arange(num_finite, dtype=np.uint16))
-    high = np.append(low[1:], 2.0 ** (fmt.exponent_max + 1))
+    low, high = finite_values(fmt)
     tie = (low + high) / 2
-    even_low = np.arange(num_finite) % 2 == 0
-    goes_low = even_low if offset == 0 else np.full(num_finite, offset < 0)
-    expected = np.where(goes_low, low, np.append(low[1:], np.inf))
+    even_low = np.arange(len(low)) % 2 == 0
+    goes_low = even_low if offset == 0 else np.full(len(low), offset < 0)
+    beyond = fmt.max_finite if overflow == "saturate" else np.inf if fmt.has_infinity else np.nan
+    expected = np.where(goes_low, low, np.append(low[1:], beyond))
     x = np.nextafter(tie, offset * np.inf) if offset else tie
-    chosen = thinned(rounder)
-    bits_equal(rounder(sign * x[chosen], fmt), sign * expected[chosen])
+    chosen = thinned(rounder, fmt)
+    bits_equal(rounder(sign * x[chosen], fmt, overflow=overflow), sign * expected[chosen])
 
 
 @ROUNDERS
@@ -179,12 +200,11 @@ def test_no_nan_becomes_infinity(rounder):
 
 
 @pytest.mark.parametrize("rounder", [round_scalar, arrays.round_to], ids=["scalar", "numpy"])
-@FORMATS_16
+@NARROW
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_rz_drops_whatever_lies_below(rounder, fmt, sign):
-    low = oracle_values(fmt, np.arange(fmt.infinity_code, dtype=np.uint16))
-    high = np.append(low[1:], 2.0 ** (fmt.exponent_max + 1))
-    chosen = thinned(rounder)
+    low, high = finite_values(fmt)
+    chosen = thinned(rounder, fmt)
     for x in (np.nextafter(low, np.inf), (low + high) / 2, np.nextafter(high, 0)):
         bits_equal(rounder(sign * x[chosen], fmt, "rz"), sign * low[chosen])
 
@@ -213,36 +233,44 @@ def test_exact_values_beyond_float64_round_once():
 @given(st.floats(width=64))
 def test_all_three_agree_on_any_float64(value):
     x = np.array([value])
-    for fmt in (BF16, FP16, FP32, FP64):
-        expected = round_scalar(x, fmt)
-        bits_equal(arrays.round_to(x, fmt), expected)
-        bits_equal(round_torch(x, fmt), expected)
-        bits_equal(arrays.round_to(x, fmt, "rz"), round_scalar(x, fmt, "rz"))
+    for fmt in (E4M3, E5M2, BF16, FP16, FP32, FP64):
+        for overflow in ("nonfinite", "saturate"):
+            expected = round_scalar(x, fmt, "rne", overflow)
+            bits_equal(arrays.round_to(x, fmt, overflow=overflow), expected)
+            bits_equal(round_torch(x, fmt, overflow), expected)
+            for mode in ("rz", "rna"):
+                bits_equal(arrays.round_to(x, fmt, mode, overflow=overflow), round_scalar(x, fmt, mode, overflow))
 
 
 @given(st.floats(width=32))
 def test_all_three_agree_on_any_float32(value):
     x = np.array([value], dtype=np.float32)
-    for fmt in (BF16, FP16, FP32):
-        expected = round_scalar(x, fmt)
-        bits_equal(arrays.round_to(x, fmt), expected)
-        bits_equal(round_torch(x, fmt), expected)
+    for fmt in (E4M3, E5M2, BF16, FP16, FP32):
+        for overflow in ("nonfinite", "saturate"):
+            expected = round_scalar(x, fmt, "rne", overflow)
+            bits_equal(arrays.round_to(x, fmt, overflow=overflow), expected)
+            bits_equal(round_torch(x, fmt, overflow), expected)
 
 
-@given(st.fractions(), st.sampled_from([BF16, FP16]))
-def test_the_result_is_a_nearest_value(value, fmt):
+@given(
+    st.fractions() | st.fractions(-500, 500), st.sampled_from([E4M3, E5M2, BF16, FP16]), st.sampled_from(["rne", "rna"])
+)
+def test_the_result_is_a_nearest_value(value, fmt, mode):
     """T4 against the definition itself: no neighbour of the result is nearer."""
-    code = scalar.encode(value, fmt)
-    magnitude = code & ~fmt.sign_mask
-    if magnitude == fmt.infinity_code:
-        midpoint = Fraction(fmt.max_finite) + Fraction(2) ** (fmt.exponent_max - fmt.fraction_bits - 1)
-        assert abs(value) >= midpoint
+    code = scalar.encode(value, fmt, mode, overflow="nonfinite")
+    largest = Fraction(fmt.max_finite)
+    if math.isnan(scalar.decode(code, fmt)) or math.isinf(scalar.decode(code, fmt)):
+        assert abs(value) >= largest + Fraction(2) ** (fmt.exponent_max - fmt.fraction_bits - 1)
+        assert scalar.round_to(value, fmt, mode, overflow="saturate") == math.copysign(largest, value)
         return
-    distance = abs(scalar.decode(code, fmt) - value)
+    magnitude = code & ~fmt.sign_mask
+    nearest = scalar.decode(code, fmt)
+    distance = abs(nearest - value)
     for neighbour in (magnitude - 1, magnitude + 1):
-        if 0 <= neighbour < fmt.infinity_code:
+        if 0 <= neighbour <= fmt.max_finite_code:
             other = abs(scalar.decode(code & fmt.sign_mask | neighbour, fmt) - value)
-            assert distance < other or (distance == other and code % 2 == 0)
+            wins_tie = code % 2 == 0 if mode == "rne" else neighbour < magnitude
+            assert distance < other or (distance == other and wins_tie)
 
 
 @given(st.floats(allow_nan=False, width=32), st.integers(-20, 20))
