@@ -6,7 +6,7 @@ recipe with a kernel's own gradients.
 Shapes: H query heads, G key/value heads, N queries, M keys, D and E head sizes of q/k and v.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,15 +15,17 @@ from bf16forensics.attention.lp import (
     backward_probabilities,
     delta_products,
     forward_rows,
-    key_tiles,
+    product_scale,
     round_delta,
     score_gradient,
 )
+from bf16forensics.attention.operands import forward_operands
 from bf16forensics.attention.scores import Block, lp_scores, product
+from bf16forensics.attention.tiles import plan_tiles, query_tile, seen_keys
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.rounding import round_to
 from bf16forensics.emulate.strict import strict_fp32
-from bf16forensics.errors import InputError
+from bf16forensics.errors import InputError, RecipeError
 from bf16forensics.recipe.model import Recipe
 
 
@@ -43,8 +45,8 @@ class RecipeGradients:
 def recipe_gradients(record: AttentionRecord, recipe: Recipe) -> RecipeGradients:
     """Runs forward and backward of one record by a recipe.
 
-    Query tiles are visited in ascending order. Where `gradients_at` is "tile", the buffers of dQ, dK and dV round after
-    every tile that is added to them; otherwise they accumulate in FP32 and round once.
+    Query tiles are visited in ascending order. Where `gradients_at` is "tile" or "buffer", the buffers of dQ, dK and dV
+    round after every tile that is added to them; otherwise they accumulate in FP32 and round once.
 
     Args:
         record: one attention call with dO; finite.
@@ -54,12 +56,13 @@ def recipe_gradients(record: AttentionRecord, recipe: Recipe) -> RecipeGradients
         Output and gradients; 0 for queries and keys that take part in no visible pair.
 
     Raises:
-        InputError: the record has no dO, or a soft-cap (its derivative is only part of the dual pass).
+        InputError: the record has no dO.
+        RecipeError: the recipe is a forward pass only.
     """
+    if recipe.passes == "forward":
+        raise RecipeError(f"recipe {recipe.name} is a forward pass only and has no gradients; use another recipe")
     if record.do is None:
         raise InputError("the record has no do: a backward pass needs the gradient of O")
-    if record.geometry.softcap is not None:
-        raise InputError("recipe_gradients knows no soft-cap; use the dual pass, which gives dQ")
     group = record.num_heads // record.num_kv_heads
     with torch.no_grad(), strict_fp32():
         heads = [_head(record, recipe, head, record.do) for head in range(record.num_heads)]
@@ -75,32 +78,37 @@ def _head(
     kv = head // (record.num_heads // record.num_kv_heads)
     q, do, k, v = record.q[head, None], all_do[head, None], record.k[kv, None], record.v[kv, None]
     num_queries, num_keys = q.shape[1], k.shape[1]
-    tile_q, tile_k = recipe.tile(q.shape[-1], num_keys)
+    forward_of = forward_operands(record, recipe, slice(head, head + 1))
     geometry, scale = record.geometry.for_heads(slice(head, head + 1)), record.geometry.scale
+    scaled = replace(geometry, scale=forward_of.scale)
+    gradient_scale = product_scale(recipe, scale)
+    tile_q = query_tile(recipe, geometry, q.shape[-1], num_queries, num_keys)
     o, dq = torch.zeros_like(do), torch.zeros_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for start in range(0, num_queries, tile_q):
         rows = (start, min(start + tile_q, num_queries))
-        keys = geometry.key_range(*rows, num_queries, num_keys)
+        keys = seen_keys(recipe, geometry, q.shape[-1], rows, num_queries, num_keys)
         if keys[0] == keys[1]:
             continue
         own, seen = slice(*rows), slice(*keys)
         block = Block(rows=rows, keys=keys, num_queries=num_queries, num_keys=num_keys)
-        scores = lp_scores(q[:, own], k[:, seen], geometry, recipe, block, geometry.bias_block(rows, keys))
-        forward = forward_rows(scores, v[:, seen], keys, tile_k, recipe)
+        plan = plan_tiles(recipe, geometry, block, q.shape[-1])
+        bias = geometry.bias_block(rows, keys)
+        scores = lp_scores(forward_of.q[:, own], forward_of.k[:, seen], scaled, recipe, block, bias)
+        forward = forward_rows(scores, forward_of.v[:, seen], plan, recipe, forward_of.value_scale)
         p = backward_probabilities(scores, forward, recipe)
         dp = round_to(product(do[:, own], v[:, seen].transpose(-1, -2), recipe.arithmetic), recipe.dp)
         from_p = recipe.delta_source == "dp"
         terms = (p * dp).double() if from_p else delta_products(do[:, own], forward.o, recipe)
-        ds = score_gradient(p, dp, round_delta(terms.sum(-1), recipe), None, recipe)
+        ds = score_gradient(p, dp, round_delta(terms.sum(-1), recipe), scores, scale, recipe)
         p = round_to(p, recipe.p_backward)
         o[:, own] = forward.o
-        for first, last in key_tiles(keys, tile_k, recipe.tile_order):
+        for first, last in plan.tiles:
             tile = slice(seen.start + first, seen.start + last)
             ds_tile, p_tile = ds[..., first:last], p[..., first:last]
             for buffer, where, added, storage in (
-                (dq, own, product(ds_tile, k[:, tile], recipe.arithmetic) * scale, recipe.dq),
-                (dk, tile, product(ds_tile.mT, q[:, own], recipe.arithmetic) * scale, recipe.dkv),
+                (dq, own, product(ds_tile, k[:, tile], recipe.arithmetic) * gradient_scale, recipe.dq),
+                (dk, tile, product(ds_tile.mT, q[:, own], recipe.arithmetic) * gradient_scale, recipe.dkv),
                 (dv, tile, product(p_tile.mT, do[:, own], recipe.arithmetic), recipe.dkv),
             ):
                 add_tile(buffer, where, added, storage, recipe.gradients_at)

@@ -2,13 +2,14 @@
 
 Nothing of size N x N exists at once: a block holds its rows times the keys they may see, for as many heads as fit the
 working-set budget. The recipe's own key tiles and their order are obeyed inside each block; how rows are grouped into
-blocks changes no result, because rows do not interact in the forward pass and in dQ.
+blocks changes no result, because rows do not interact in the forward pass and in dQ. (It could change how a library
+splits its sums: where a recipe cares, a block is one query tile of the recipe.)
 
 Shapes: H query heads, G key/value heads, N queries, M keys, R rows and K keys of a block, D and E head sizes.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ import torch
 from bf16forensics.attention.hp import HpRows, gather_rows, reference_rows
 from bf16forensics.attention.lp import LpRows, backward_probabilities, forward_rows
 from bf16forensics.attention.maxima import count_ones, count_shared_maximum
+from bf16forensics.attention.operands import Operands, forward_operands, shares_factors
 from bf16forensics.attention.query_gradient import GradientInputs, query_gradients
 from bf16forensics.attention.result import DualPass, RowMaxima
 from bf16forensics.attention.scores import Block, HpScores, LpScores, hp_scores, lp_scores
+from bf16forensics.attention.tiles import heads_differ, plan_tiles, query_tile, row_edges, seen_keys
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.strict import strict_fp32
 from bf16forensics.errors import InputError
@@ -37,11 +40,12 @@ _REFERENCE_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class _Heads:
     """Tensors of the heads of one chunk, key/value heads repeated for their query heads."""
 
-    q: torch.Tensor
+    #: What the recipe's forward pass multiplies.
+    forward: Operands
+    #: [H, M, D] keys as stored, for the recipe's backward pass.
     k: torch.Tensor
-    v: torch.Tensor
     do: torch.Tensor | None
-    #: The same in the reference dtype.
+    #: The stored tensors in the reference dtype.
     q_hp: torch.Tensor
     k_hp: torch.Tensor
     v_hp: torch.Tensor
@@ -57,7 +61,8 @@ def dual_pass(record: AttentionRecord, recipe: Recipe, reference: str = "fp64") 
         reference: "fp64", or "fp32" (differences from the top key keep it useful in saturated rows).
 
     Returns:
-        lp, hp and their differences for every row. Fully masked rows are 0 everywhere.
+        lp, hp and their differences for every row. Fully masked rows are 0 everywhere. Without dO, or by a recipe that
+        is a forward pass only, there is no delta and no dQ.
 
     Raises:
         InputError: unknown reference.
@@ -70,41 +75,52 @@ def dual_pass(record: AttentionRecord, recipe: Recipe, reference: str = "fp64") 
     dtype = _REFERENCE_DTYPES[reference]
     with torch.no_grad(), strict_fp32():
         # Last rows first: causal blocks then shrink and fit into the memory that the larger ones before them gave back.
-        blocks = tuple(_blocks(record))[::-1]
+        blocks = tuple(_blocks(record, recipe))[::-1]
         chunks = [
             _concatenate([_block(heads, record.geometry, span, recipe, block) for block in blocks][::-1], dim=1)
-            for span, heads in _chunks(record, dtype)
+            for span, heads in _chunks(record, recipe, dtype)
         ]
         whole: DualPass = _concatenate(chunks, dim=0)
     return whole
 
 
-def _blocks(record: AttentionRecord) -> Iterator[Block]:
+def _blocks(record: AttentionRecord, recipe: Recipe) -> Iterator[Block]:
     num_queries, num_keys = record.q.shape[1], record.k.shape[1]
-    for start in range(0, num_queries, ROWS_PER_BLOCK):
-        end = min(start + ROWS_PER_BLOCK, num_queries)
-        keys = record.geometry.key_range(start, end, num_queries, num_keys)
+    edges = row_edges(recipe, record.geometry, record.q.shape[-1], num_queries, num_keys)
+    starts = sorted({*range(0, num_queries, _rows_per_block(record, recipe)), *edges})
+    for start, end in zip(starts, [*starts[1:], num_queries], strict=True):
+        keys = seen_keys(recipe, record.geometry, record.q.shape[-1], (start, end), num_queries, num_keys)
         if keys[0] == keys[1]:
             # Rows that can see nothing still need one (invisible) key to be computed as fully masked.
             keys = (min(keys[0], num_keys - 1), min(keys[0], num_keys - 1) + 1)
         yield Block(rows=(start, end), keys=keys, num_queries=num_queries, num_keys=num_keys)
 
 
-def _chunks(record: AttentionRecord, dtype: torch.dtype) -> Iterator[tuple[slice, _Heads]]:
+def _rows_per_block(record: AttentionRecord, recipe: Recipe) -> int:
+    if recipe.arithmetic != "torch-blocks":
+        return ROWS_PER_BLOCK
+    return query_tile(recipe, record.geometry, record.q.shape[-1], record.q.shape[1], record.k.shape[1])
+
+
+def _chunks(record: AttentionRecord, recipe: Recipe, dtype: torch.dtype) -> Iterator[tuple[slice, _Heads]]:
     group = record.num_heads // record.num_kv_heads
-    size = max(1, ELEMENTS_PER_BLOCK // (ROWS_PER_BLOCK * max(record.k.shape[1], ROWS_PER_BLOCK)))
+    rows = _rows_per_block(record, recipe)
+    size = max(1, ELEMENTS_PER_BLOCK // (rows * max(record.k.shape[1], rows)))
+    if heads_differ(recipe, record.geometry) or not shares_factors(recipe):
+        size = 1
     for start in range(0, record.num_heads, size):
         span = slice(start, min(start + size, record.num_heads))
+        forward = forward_operands(record, recipe, span)
         kv = torch.arange(span.start, span.stop) // group
-        # Fresh contiguous copies: results must not depend on where a head lay in the caller's memory.
-        q, k, v = record.q[span].contiguous(), record.k[kv], record.v[kv]
-        do = None if record.do is None else record.do[span].contiguous()
+        q, k, v = forward.q, forward.k, forward.v
+        if not shares_factors(recipe):
+            q, k, v = record.q[span], record.k[kv], record.v[kv]
+        do = None if record.do is None or recipe.passes == "forward" else record.do[span].contiguous()
         yield (
             span,
             _Heads(
-                q=q,
+                forward=forward,
                 k=k,
-                v=v,
                 do=do,
                 q_hp=q.to(dtype),
                 k_hp=k.to(dtype),
@@ -118,11 +134,12 @@ def _block(heads: _Heads, geometry: Geometry, span: slice, recipe: Recipe, block
     rows, keys = slice(*block.rows), slice(*block.keys)
     geometry = geometry.for_heads(span)
     bias = geometry.bias_block(block.rows, block.keys)
-    k, v, k_hp, v_hp = heads.k[:, keys], heads.v[:, keys], heads.k_hp[:, keys], heads.v_hp[:, keys]
-    tile_k = recipe.tile(heads.q.shape[-1], block.num_keys)[1]
+    forward, k_hp, v_hp = heads.forward, heads.k_hp[:, keys], heads.v_hp[:, keys]
+    plan = plan_tiles(recipe, geometry, block, heads.k.shape[-1])
 
-    lp_s = lp_scores(heads.q[:, rows], k, geometry, recipe, block, bias)
-    lp = forward_rows(lp_s, v, block.keys, tile_k, recipe)
+    scaled = geometry if forward.scale == geometry.scale else replace(geometry, scale=forward.scale)
+    lp_s = lp_scores(forward.q[:, rows], forward.k[:, keys], scaled, recipe, block, bias)
+    lp = forward_rows(lp_s, forward.v[:, keys], plan, recipe, forward.value_scale)
     hp_s = hp_scores(heads.q_hp[:, rows], k_hp, geometry, block, bias)
     hp = reference_rows(hp_s, v_hp)
 
@@ -136,16 +153,16 @@ def _block(heads: _Heads, geometry: Geometry, span: slice, recipe: Recipe, block
             GradientInputs(
                 lp=lp,
                 hp=hp,
+                scores=lp_s,
                 p_lp=backward_probabilities(lp_s, lp, recipe),
                 slope=hp_s.slope,
-                k=k,
+                k=heads.k[:, keys],
                 k_hp=k_hp,
                 v_hp=v_hp,
                 do=heads.do[:, rows],
                 do_hp=heads.do_hp[:, rows],
                 scale=geometry.scale,
-                keys=block.keys,
-                tile_k=tile_k,
+                plan=plan,
             ),
             recipe,
         )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bf16forensics.attention.lp import LpRows, exponential
+from bf16forensics.attention.exponential import exponential
+from bf16forensics.attention.lp import LpRows
 from bf16forensics.attention.scores import LpScores
 from bf16forensics.recipe.model import Recipe
 
@@ -40,8 +41,10 @@ def count_ones(scores: LpScores, rows: LpRows, recipe: Recipe) -> LpOnes:
         rows: the recipe's forward pass over the block.
         recipe: its exponential and its rounding of S - m.
     """
-    empty = rows.row_max == -torch.inf
-    anchor = rows.row_max.masked_fill(empty, 0.0)
+    # A recipe that rescales on a threshold only leaves an older maximum behind.
+    row_max = rows.row_max if recipe.anchored_at_maximum else scores.values.amax(-1)
+    empty = row_max == -torch.inf
+    anchor = row_max.masked_fill(empty, 0.0)
     candidates = (scores.values >= (anchor - _CANDIDATE_NATS / scores.unit)[..., None]).sum(-1)
     one = (~empty).long()
     exact, rounded, near = one.clone(), one.clone(), one.clone()

@@ -15,12 +15,13 @@ from bf16forensics.attention.lp import (
     LpRows,
     add_tile,
     delta_products,
-    key_tiles,
+    product_scale,
     round_delta,
     score_gradient,
 )
 from bf16forensics.attention.result import DeltaRows, QueryGradients
-from bf16forensics.attention.scores import product
+from bf16forensics.attention.scores import LpScores, product
+from bf16forensics.attention.tiles import TilePlan
 from bf16forensics.emulate.rounding import round_to
 from bf16forensics.recipe.model import Recipe
 
@@ -31,9 +32,10 @@ class GradientInputs:
 
     lp: LpRows
     hp: HpRows
-    #: [H, R, K] FP32 P of the recipe's backward pass.
+    #: [H, R, K] scores by the recipe, and the FP32 P of its backward pass.
+    scores: LpScores
     p_lp: torch.Tensor
-    #: [H, R, K] derivative of the score by the scaled product, or None for 1.
+    #: [H, R, K] derivative of the hp score by the scaled product, or None for 1.
     slope: torch.Tensor | None
     #: [H, K, D] keys in FP32 and in the reference dtype.
     k: torch.Tensor
@@ -45,9 +47,8 @@ class GradientInputs:
     do_hp: torch.Tensor
     #: Softmax scale.
     scale: float
-    #: [start, end) of the block's keys and the recipe's keys a tile.
-    keys: tuple[int, int]
-    tile_k: int
+    #: The recipe's key tiles.
+    plan: TilePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +94,10 @@ def query_gradients(inputs: GradientInputs, recipe: Recipe) -> DeltaBlock:
     consistent_offset = excess / safe_sum
     delta_lp, magnitude = _delta(inputs, recipe, excess + p_row_sum * dp_top)
     lp_offset = delta_lp - dp_top
-    if inputs.slope is not None:
-        p_lp = p_lp * inputs.slope
-        excess_each = excess_each * inputs.slope
+    if inputs.scores.tanh is not None:
+        slope = (1.0 - inputs.scores.tanh * inputs.scores.tanh).to(dp_raw.dtype)
+        p_lp = p_lp * slope
+        excess_each = excess_each * slope
     carrier_lp = scale * torch.matmul(p_lp, inputs.k_hp).double()
     dq_consistent = scale * torch.matmul(excess_each, inputs.k_hp).double() - consistent_offset[..., None] * carrier_lp
     dq_cast, dq_lp = _cast_gradients(inputs, recipe, dp_lp, delta_lp)
@@ -137,15 +139,16 @@ def _cast_gradients(
 
     Where the buffer rounds after every key tile, "before" keeps the buffer in FP32.
     """
-    ds = score_gradient(inputs.p_lp, dp_lp, delta_lp, inputs.slope, recipe)
+    ds = score_gradient(inputs.p_lp, dp_lp, delta_lp, inputs.scores, inputs.scale, recipe)
+    scale = product_scale(recipe, inputs.scale)
     if recipe.gradients_at == "end":
-        dq = product(ds, inputs.k, recipe.arithmetic) * inputs.scale
+        dq = product(ds, inputs.k, recipe.arithmetic) * scale
         return dq.double(), round_to(dq, recipe.dq).double()
     shape = (*inputs.do.shape[:-1], inputs.k.shape[-1])
     buffer, unrounded = ds.new_zeros(shape), ds.new_zeros(shape)
     rows = slice(None)
-    for start, end in key_tiles(inputs.keys, inputs.tile_k, recipe.tile_order):
-        tile = product(ds[..., start:end], inputs.k[:, start:end], recipe.arithmetic) * inputs.scale
+    for start, end in inputs.plan.tiles:
+        tile = product(ds[..., start:end], inputs.k[:, start:end], recipe.arithmetic) * scale
         add_tile(unrounded, rows, tile, recipe.dq, "end")
         add_tile(buffer, rows, tile, recipe.dq, recipe.gradients_at)
     return unrounded.double(), buffer.double()

@@ -79,6 +79,6 @@ class DualPass:
     lse_lp: torch.Tensor
     lse_hp: torch.Tensor
     maxima: RowMaxima
-    #: None without dO.
+    #: None without dO, or by a recipe that is a forward pass only.
     delta: DeltaRows | None
     dq: QueryGradients | None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from bf16forensics.emulate.rounding import round_to
+from bf16forensics.floats.formats import format_named
 from bf16forensics.geometry.geometry import Geometry
 from bf16forensics.recipe.model import Recipe
 
@@ -26,6 +27,14 @@ def exp_(values: torch.Tensor) -> torch.Tensor:
     """
     floor = _EXPONENT_FLOOR[values.dtype]
     return torch.threshold_(values.clamp_(min=floor).exp_(), 2.0 * math.exp(floor), 0.0)
+
+
+def round_visible(values: torch.Tensor, fmt_name: str) -> torch.Tensor:
+    """`round_to` for values in which -inf stands for an invisible pair: it stays, where FP8 formats would saturate."""
+    rounded = round_to(values, fmt_name)
+    if format_named(fmt_name).overflow != "saturate":
+        return rounded
+    return torch.where(values == -torch.inf, values, rounded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,9 @@ class LpScores:
     values: torch.Tensor
     #: Factor that turns a difference of `values` into nats; 1.0 when the scale has been applied already.
     unit: float
+    #: [H, R, K] tanh(S / cap) of the soft-cap as the recipe stores it, and the cap; None without soft-cap.
+    tanh: torch.Tensor | None = None
+    softcap: float | None = None
 
 
 def product(a: torch.Tensor, b: torch.Tensor, arithmetic: str) -> torch.Tensor:
@@ -56,11 +68,25 @@ def product(a: torch.Tensor, b: torch.Tensor, arithmetic: str) -> torch.Tensor:
         a: [H, R, J] FP32.
         b: [H, J, K] FP32.
         arithmetic: "fp32" accumulates in FP32; "exact" accumulates in float64 (the products of BF16 values are exact
-            there) and rounds once to FP32.
+            there) and rounds once to FP32; "torch-blocks" is "fp32" for whoever passes whole blocks.
     """
     if arithmetic == "exact":
         return torch.matmul(a.double(), b.double()).float()
     return torch.matmul(a, b)
+
+
+def add_product(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, arithmetic: str) -> torch.Tensor:
+    """base + a b in FP32: in one addition to the finished product, or as part of it for "torch-blocks".
+
+    Args:
+        base: [H, R, K] FP32.
+        a: [H, R, J] FP32.
+        b: [H, J, K] FP32.
+        arithmetic: as for `product`.
+    """
+    if arithmetic == "torch-blocks":
+        return torch.baddbmm(base, a, b)
+    return base + product(a, b, arithmetic)
 
 
 def folds_scale(recipe: Recipe, geometry: Geometry) -> bool:
@@ -88,17 +114,31 @@ def lp_scores(
     scale = geometry.scale
     if recipe.scale_placement == "operands":
         root = math.sqrt(scale)
-        scores = round_to(product(q * root, (k * root).transpose(-1, -2), recipe.arithmetic), recipe.scores)
+        scores = round_to(_raw_scores(q * root, k * root, geometry, recipe, block), recipe.scores)
     else:
-        scores = round_to(product(q, k.transpose(-1, -2), recipe.arithmetic), recipe.scores)
+        scores = round_to(_raw_scores(q, k, geometry, recipe, block), recipe.scores)
         if not folds_scale(recipe, geometry):
             scores = round_to(scores * scale, recipe.scores)
+    tanh = None
     if geometry.softcap is not None:
-        scores = round_to(geometry.softcap * torch.tanh(scores / geometry.softcap), recipe.scores)
+        tanh = round_to(torch.tanh(round_to(scores / geometry.softcap, recipe.scores)), recipe.scores)
+        scores = round_to(geometry.softcap * tanh, recipe.scores)
     if bias is not None:
         scores = round_to(scores + bias.float(), recipe.scores)
     geometry.hide(scores, block.rows, block.num_queries, block.keys[0], block.num_keys)
-    return LpScores(values=scores, unit=scale if folds_scale(recipe, geometry) else 1.0)
+    unit = scale if folds_scale(recipe, geometry) else 1.0
+    return LpScores(values=scores, unit=unit, tanh=tanh, softcap=geometry.softcap)
+
+
+def _raw_scores(q: torch.Tensor, k: torch.Tensor, geometry: Geometry, recipe: Recipe, block: Block) -> torch.Tensor:
+    """q k^T, [H, R, K] FP32: one product, or one for each key tile where the recipe says so."""
+    if recipe.arithmetic != "torch-blocks":
+        return product(q, k.transpose(-1, -2), recipe.arithmetic)
+    has_edge = geometry.causal or geometry.window is not None
+    tile_k = recipe.tile(q.shape[-1], block.num_keys, has_edge)[1]
+    borders = tuple(range(tile_k - block.keys[0] % tile_k, k.shape[1], tile_k))
+    tiles = torch.tensor_split(k, borders, dim=1)
+    return torch.cat([product(q, tile.transpose(-1, -2), recipe.arithmetic) for tile in tiles], dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

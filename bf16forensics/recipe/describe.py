@@ -32,7 +32,7 @@ class PointDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileDescription:
-    """Tile sizes for one range of head sizes."""
+    """Tile sizes for one range of head sizes, in all calls or in one kind of them."""
 
     #: Range of head sizes, elements, in words: "up to 64", "65 to 128", "above 256", "any".
     head_sizes: str
@@ -40,6 +40,8 @@ class TileDescription:
     tile_q: int | None
     #: Keys a tile; None when the whole row is one tile.
     tile_k: int | None
+    #: True: calls with a causal mask or a window only; False: the others only; None: all.
+    causal: bool | None = None
 
 
 def base_preset(recipe: Recipe) -> Recipe | None:
@@ -64,16 +66,24 @@ def describe(recipe: Recipe) -> tuple[PointDescription, ...]:
 
 
 def describe_tiles(recipe: Recipe) -> tuple[TileDescription, ...]:
-    """The tile rule of a recipe: together the entries cover every head size."""
+    """The tile rule of a recipe: together the entries cover every head size in every call."""
     if not recipe.tiles:
         return (TileDescription(head_sizes="any", tile_q=None, tile_k=None),)
     entries = []
-    above = 0
+    above = {True: 0, False: 0}
     for rule in recipe.tiles:
-        if rule.head_size_max is None:
-            words = f"above {above}" if above else "any"
-        else:
-            words = f"{above + 1} to {rule.head_size_max}" if above else f"up to {rule.head_size_max}"
-        entries.append(TileDescription(head_sizes=words, tile_q=rule.tile_q, tile_k=rule.tile_k))
-        above = rule.head_size_max or above
+        kinds = (True, False) if rule.causal is None else (rule.causal,)
+        # A rule for all calls is two entries where an earlier rule left it different head sizes in the two kinds.
+        together = rule.causal is None and above[True] == above[False]
+        for causal in (None,) if together else kinds:
+            words = _range_words(above[True if causal is None else causal], rule.head_size_max)
+            entries.append(TileDescription(head_sizes=words, tile_q=rule.tile_q, tile_k=rule.tile_k, causal=causal))
+        for kind in kinds:
+            above[kind] = rule.head_size_max or above[kind]
     return tuple(entries)
+
+
+def _range_words(above: int, limit: int | None) -> str:
+    if limit is None:
+        return f"above {above}" if above else "any"
+    return f"{above + 1} to {limit}" if above else f"up to {limit}"

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 from bf16forensics.errors import RecipeError
@@ -13,15 +13,17 @@ from bf16forensics.recipe.points import POINTS, TILE_POINTS, nearest, value_name
 _TEXT_FIELDS = ("name", "source", "summary")
 _POINT_FIELDS = tuple(point.name for point in POINTS)
 _KEYS = ("base", *(field.name for field in fields(Recipe)), *TILE_POINTS)
-_TILE_KEYS = ("head_size_max", "tile_q", "tile_k")
+_TILE_KEYS = ("head_size_max", "tile_q", "tile_k", "causal")
 
 
 def read_recipe(path: Path) -> Recipe:
     """Reads a recipe from a TOML file.
 
-    The file holds `base = "fa2"` and the fields that differ from it, or every field. `tiles` is an array of
+    The file holds `base = "fa2"` and the fields that differ from it, or every field (one that came later than the
+    first recipe files may be left out and then changes nothing). `tiles` is an array of
     `{head_size_max, tile_q, tile_k}` by growing head size; the last one leaves `head_size_max` out and covers the rest;
-    an empty array means one tile over the whole row. With a base, `tile_q` and `tile_k` set the size for every head
+    an entry with `causal` holds for calls with a causal mask or a window (true) or for the others (false) only. An
+    empty array means one tile over the whole row. With a base, `tile_q` and `tile_k` set the size for every head
     size. `name` is the file's stem unless given.
 
     Raises:
@@ -96,24 +98,46 @@ def _positive(value: object, key: str, path: Path) -> int:
 def _tiles(value: object, path: Path) -> tuple[TileRule, ...]:
     if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
         raise RecipeError(f"{path}: tiles must be an array of {{head_size_max, tile_q, tile_k}}")
-    rules: list[TileRule] = []
-    for number, entry in enumerate(value, start=1):
-        where = f"tiles, entry {number}"
-        unknown = [key for key in entry if key not in _TILE_KEYS]
-        missing = [key for key in TILE_POINTS if key not in entry]
-        if unknown or missing:
-            problem = f"unknown key {unknown[0]!r}" if unknown else f"{missing[0]} is missing"
-            raise RecipeError(f"{path}: {where}: {problem}; an entry has head_size_max, tile_q, tile_k")
-        last = number == len(value)
-        if last == ("head_size_max" in entry):
-            problem = "the last entry covers all larger head sizes: leave head_size_max out"
-            raise RecipeError(f"{path}: {where}: {problem if last else 'head_size_max is missing'}")
-        limit = None if last else _positive(entry["head_size_max"], f"{where}: head_size_max", path)
-        if limit is not None and rules and limit <= (rules[-1].head_size_max or 0):
-            raise RecipeError(f"{path}: {where}: head_size_max {limit} does not grow; order the entries by it")
-        tile_q, tile_k = (_positive(entry[key], f"{where}: {key}", path) for key in TILE_POINTS)
-        rules.append(TileRule(head_size_max=limit, tile_q=tile_q, tile_k=tile_k))
-    return tuple(rules)
+    rules = tuple(_tile(entry, f"tiles, entry {number}", path) for number, entry in enumerate(value, start=1))
+    for causal in (True, False) if rules else ():
+        numbered = [(number, rule) for number, rule in enumerate(rules, start=1) if rule.causal in (None, causal)]
+        _check_tiles(numbered, path)
+    return rules
+
+
+def _tile(entry: Mapping[str, object], where: str, path: Path) -> TileRule:
+    unknown = [key for key in entry if key not in _TILE_KEYS]
+    missing = [key for key in TILE_POINTS if key not in entry]
+    if unknown or missing:
+        problem = f"unknown key {unknown[0]!r}" if unknown else f"{missing[0]} is missing"
+        raise RecipeError(f"{path}: {where}: {problem}; an entry has head_size_max, tile_q, tile_k and may have causal")
+    causal = entry.get("causal")
+    if causal is not None and not isinstance(causal, bool):
+        raise RecipeError(f"{path}: {where}: causal must be true or false; got {causal!r}; leave it out for all calls")
+    limit = entry.get("head_size_max")
+    tile_q, tile_k = (_positive(entry[key], f"{where}: {key}", path) for key in TILE_POINTS)
+    return TileRule(
+        head_size_max=None if limit is None else _positive(limit, f"{where}: head_size_max", path),
+        tile_q=tile_q,
+        tile_k=tile_k,
+        causal=causal,
+    )
+
+
+def _check_tiles(rules: list[tuple[int, TileRule]], path: Path) -> None:
+    """The rules of one kind of calls, with their numbers, must cover every head size once."""
+    above = 0
+    for position, (number, rule) in enumerate(rules, start=1):
+        where, limit, last = f"{path}: tiles, entry {number}", rule.head_size_max, position == len(rules)
+        if last and limit is not None:
+            raise RecipeError(f"{where}: the last entry covers all larger head sizes: leave head_size_max out")
+        if not last and limit is None:
+            raise RecipeError(f"{where}: head_size_max is missing")
+        if limit is not None and limit <= above:
+            raise RecipeError(f"{where}: head_size_max {limit} does not grow; order the entries by it")
+        above = limit or above
+    if not rules:
+        raise RecipeError(f"{path}: tiles: every entry has the same causal; cover the other calls too")
 
 
 def _derive(base: str, values: dict[str, object], sizes: dict[str, str], path: Path) -> Recipe:
@@ -132,7 +156,7 @@ def _whole(values: dict[str, object], sizes: dict[str, str], path: Path) -> Reci
     values.setdefault("version", 1)
     values.setdefault("source", path.name)
     values.setdefault("summary", f"recipe of the file {path.name}")
-    missing = [field.name for field in fields(Recipe) if field.name not in values]
+    missing = [field.name for field in fields(Recipe) if field.name not in values and field.default is MISSING]
     if missing:
         raise RecipeError(f'{path}: {", ".join(missing)} missing; add them, or base = "fa2" to start from a preset')
     return Recipe(**values)  # type: ignore[arg-type]
@@ -175,5 +199,6 @@ def _tiles_to_toml(tiles: tuple[TileRule, ...]) -> str:
     lines = ["tiles = ["]
     for rule in tiles:
         limit = "" if rule.head_size_max is None else f"head_size_max = {rule.head_size_max}, "
-        lines.append(f"  {{ {limit}tile_q = {rule.tile_q}, tile_k = {rule.tile_k} }},")
+        calls = "" if rule.causal is None else f", causal = {str(rule.causal).lower()}"
+        lines.append(f"  {{ {limit}tile_q = {rule.tile_q}, tile_k = {rule.tile_k}{calls} }},")
     return "\n".join([*lines, "]"])

@@ -120,11 +120,36 @@ def _set(recipe: Recipe, point: str, value: str, points: Mapping[str, str]) -> R
         raise RecipeError(f"recipe {recipe.name!r} has no tiles, so tile_q alone means nothing; set tile_k as well")
     # Without tiles the recipe visits whole rows in blocks of queries that change nothing; 128 is what `tile` returns.
     rules = recipe.tiles or (TileRule(head_size_max=None, tile_q=128, tile_k=int(value)),)
-    merged: list[TileRule] = []
-    for rule in rules:
-        rule = replace(rule, **{point: int(value)})
-        if merged and (merged[-1].tile_q, merged[-1].tile_k) == (rule.tile_q, rule.tile_k):
-            merged[-1] = rule
+    size = int(value)
+    resized = (replace(rule, tile_q=size) if point == "tile_q" else replace(rule, tile_k=size) for rule in rules)
+    return replace(recipe, tiles=_merged(tuple(resized)))
+
+
+def _merged(rules: tuple[TileRule, ...]) -> tuple[TileRule, ...]:
+    """The same sizes in as few rules as possible: neighbouring head sizes and the two kinds of calls joined."""
+    limits = sorted({rule.head_size_max for rule in rules if rule.head_size_max is not None})
+    merged: list[tuple[int | None, tuple[TileRule, TileRule]]] = []
+    for limit in (*limits, None):
+        size = limits[-1] + 1 if limit is None and limits else limit or 1
+        pair = _rule_of(rules, size, True), _rule_of(rules, size, False)
+        if merged and all(_sizes(old) == _sizes(new) for old, new in zip(merged[-1][1], pair, strict=True)):
+            merged.pop()
+        merged.append((limit, pair))
+    found: list[TileRule] = []
+    for limit, (causal, other) in merged:
+        if _sizes(causal) == _sizes(other):
+            found.append(replace(causal, head_size_max=limit, causal=None))
         else:
-            merged.append(rule)
-    return replace(recipe, tiles=tuple(merged))
+            found += [
+                replace(causal, head_size_max=limit, causal=True),
+                replace(other, head_size_max=limit, causal=False),
+            ]
+    return tuple(found)
+
+
+def _rule_of(rules: tuple[TileRule, ...], head_size: int, causal: bool) -> TileRule:
+    return next(rule for rule in rules if rule.covers(head_size, causal))
+
+
+def _sizes(rule: TileRule) -> tuple[int, int]:
+    return rule.tile_q, rule.tile_k

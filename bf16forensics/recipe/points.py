@@ -8,7 +8,16 @@ from bf16forensics.errors import RecipeError
 from bf16forensics.recipe.model import POINT_FORMATS
 
 #: Other spellings of the formats.
-_FORMAT_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_FORMAT_ALIASES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float8_e4m3fn": "e4m3",
+    "e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +49,7 @@ def _choice(name: str, group: str, values: tuple[str, ...], meaning: str) -> Poi
 
 #: Settable fields in the order of `Recipe`, which is the order of the computation.
 POINTS: tuple[PointSpec, ...] = (
+    _choice("operands", "scores", ("stored", "e4m3"), "q, k and v as they are, or E4M3 with a factor for each head"),
     _choice(
         "scale_placement",
         "scores",
@@ -48,19 +58,41 @@ POINTS: tuple[PointSpec, ...] = (
     ),
     _rounding("scores", "scores", "S = q.k each time it is stored (product, scale, cap, bias)"),
     _rounding("shifted", "scores", "S - m, the score minus the row maximum"),
-    _choice("exponential", "scores", ("exp2", "exp"), "exp2 with scale log2(e) folded in, or plain exp"),
+    _choice(
+        "exponential",
+        "scores",
+        ("exp2", "exp", "exp2-cubic", "fexp_u20"),
+        "exp2 with scale log2(e) folded in, plain exp, or either with a cubic for some keys",
+    ),
+    _choice("p_scale", "P-bar and O", ("1", "256"), "factor that P-bar and the row sum carry"),
+    _choice(
+        "rescale_threshold",
+        "P-bar and O",
+        ("0", "8"),
+        "lag behind the maximum, in log2, up to which m is kept (0: none)",
+    ),
     _rounding("p_bar", "P-bar and O", "P-bar (or P) as the operand of the product with V"),
     _choice(
         "p_bar_cast", "P-bar and O", ("before", "after"), "P-bar is cast before or after the division by the row sum"
     ),
     _rounding("row_sum_input", "P-bar and O", "the P-bar that the row sum adds up (fp32: before its cast)"),
+    _choice(
+        "row_sum_order",
+        "P-bar and O",
+        ("any", "avx2", "avx512"),
+        "order of the row sum: any, or by 8 or 16 vector lanes",
+    ),
     _rounding("row_sum", "P-bar and O", "the running row sum l, stored after each tile"),
     _rounding("o_bar", "P-bar and O", "the unnormalised output O-bar = P-bar V"),
     _choice("o_bar_at", "P-bar and O", ("end", "tile"), "O-bar rounds once at the end, or at every tile"),
     _rounding("o", "P-bar and O", "the output O = O-bar / l"),
     _choice("division", "P-bar and O", ("reciprocal", "divide"), "O-bar times 1/l, or O-bar divided by l"),
     _rounding("lse", "P-bar and O", "the log-sum-exp handed to the backward pass"),
-    _choice("tile_order", "tiles", ("ascending", "descending"), "order in which key tiles are visited"),
+    _choice(
+        "query_tiles", "tiles", ("fixed", "by-length"), "query rows a tile: as given, or fewer in calls of few queries"
+    ),
+    _choice("tile_order", "tiles", ("ascending", "descending", "masked-first"), "order in which key tiles are visited"),
+    _choice("passes", "backward", ("both", "forward"), "a backward pass exists, or a forward pass only"),
     _choice("p_source", "backward", ("lse", "saved"), "P is recomputed as exp(S - lse), or saved by the forward pass"),
     _choice("delta_source", "backward", ("o", "dp"), "delta = rowsum(dO * O), or rowsum(dP * P)"),
     _rounding("delta_products", "backward", "the products dO * O before they are added"),
@@ -68,11 +100,25 @@ POINTS: tuple[PointSpec, ...] = (
     _rounding("dp", "backward", "dP = dO V^T"),
     _rounding("p_backward", "backward", "P as the operand of dV = P^T dO"),
     _rounding("ds", "backward", "dS as the operand of the products with K and Q"),
+    _choice(
+        "ds_scale",
+        "backward",
+        ("gradients", "ds"),
+        "the scale multiplies dQ and dK, or dS, which then rounds again",
+    ),
     _rounding("dq", "backward", "the gradient dQ"),
     _rounding("dkv", "backward", "the gradients dK and dV"),
-    _choice("gradients_at", "backward", ("end", "tile"), "gradients round once at the end, or at every key tile"),
     _choice(
-        "arithmetic", "products", ("fp32", "exact"), "how products are added: in FP32, or exactly and rounded once"
+        "gradients_at",
+        "backward",
+        ("end", "tile", "buffer"),
+        "gradients round once at the end, at every key tile, or as sums only",
+    ),
+    _choice(
+        "arithmetic",
+        "products",
+        ("fp32", "exact", "torch-blocks"),
+        "how products are added: in FP32, exactly and rounded once, or tile by tile",
     ),
 )
 
@@ -84,8 +130,14 @@ _BY_NAME = {point.name: point for point in POINTS}
 
 def nearest(text: str, known: Iterable[str]) -> str:
     """The hint " (did you mean 'x'?)" for the known name closest to `text`, or nothing."""
-    close = difflib.get_close_matches(text.casefold(), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    names = list(known)
+    close = difflib.get_close_matches(text.casefold(), names, n=max(len(names), 1))
+    if not close:
+        return ""
+    # Of several equally close names the first listed one is the likeliest.
+    ratios = {name: difflib.SequenceMatcher(None, name, text.casefold()).ratio() for name in close}
+    best = max((name for name in names if name in ratios), key=lambda name: ratios[name])
+    return f" (did you mean {best!r}?)"
 
 
 def point_named(text: str, where: str) -> str:

@@ -1,47 +1,7 @@
-"""The presets: rounding points read from the sources that each one names."""
+"""The presets: rounding points read from the sources that each one names. `fused` holds those of GPU kernels."""
 
+from bf16forensics.recipe.fused import FA2, FA3, FA3_FP8, FA4, FLEX
 from bf16forensics.recipe.model import Recipe, TileRule
-
-FA2 = Recipe(
-    name="fa2",
-    version=1,
-    source="flash-attention@0251105 csrc/flash_attn/src: flash_fwd_kernel.h, softmax.h, utils.h, "
-    "flash_fwd_launch_template.h, flash_bwd_preprocess_kernel.h, flash_bwd_kernel.h (PyTorch's unfused multiply)",
-    summary="FlashAttention-2 CUDA, BF16 in and out: FP32 scores and row sum, BF16 P-bar, one rounding of O",
-    scale_placement="exponent",
-    scores="fp32",
-    shifted="fp32",
-    exponential="exp2",
-    p_bar="bf16",
-    p_bar_cast="before",
-    row_sum_input="fp32",
-    row_sum="fp32",
-    o_bar="fp32",
-    o_bar_at="end",
-    o="bf16",
-    division="reciprocal",
-    lse="fp32",
-    # Forward launch template for sm80 and sm90 without dropout; the library stops at 256, the last rule is ours.
-    tiles=(
-        TileRule(head_size_max=64, tile_q=128, tile_k=128),
-        TileRule(head_size_max=128, tile_q=128, tile_k=64),
-        TileRule(head_size_max=160, tile_q=128, tile_k=32),
-        TileRule(head_size_max=256, tile_q=128, tile_k=64),
-        TileRule(head_size_max=None, tile_q=64, tile_k=64),
-    ),
-    tile_order="descending",
-    p_source="lse",
-    delta_source="o",
-    delta_products="fp32",
-    delta="fp32",
-    dp="fp32",
-    p_backward="bf16",
-    ds="bf16",
-    dq="bf16",
-    dkv="bf16",
-    gradients_at="end",
-    arithmetic="fp32",
-)
 
 PAPER = Recipe(
     name="paper",
@@ -113,5 +73,80 @@ SDPA_MATH = Recipe(
     arithmetic="fp32",
 )
 
+SDPA_CPU = Recipe(
+    name="sdpa-cpu",
+    version=1,
+    source="pytorch v2.13.0 aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: cpu_flash_attention and its backward on "
+    "BF16 tensors, on a machine with AVX2 (with AVX-512: row_sum_order=avx512)",
+    summary="PyTorch's flash attention on a CPU: approximate exponential, BF16 P-bar, gradients summed up in BF16",
+    scale_placement="scores",
+    scores="fp32",
+    shifted="fp32",
+    exponential="fexp_u20",
+    p_bar="bf16",
+    p_bar_cast="before",
+    row_sum_input="fp32",
+    row_sum_order="avx2",
+    row_sum="fp32",
+    o_bar="fp32",
+    o_bar_at="end",
+    o="bf16",
+    division="reciprocal",
+    lse="fp32",
+    tiles=(TileRule(head_size_max=None, tile_q=256, tile_k=512),),
+    query_tiles="by-length",
+    tile_order="ascending",
+    # P of the backward pass takes the accurate exponential with the log-sum-exp of the approximate one, so that its
+    # rows add up to 1 only within 1e-4.
+    p_source="lse",
+    delta_source="o",
+    delta_products="fp32",
+    delta="fp32",
+    dp="fp32",
+    p_backward="bf16",
+    ds="bf16",
+    dq="bf16",
+    dkv="bf16",
+    gradients_at="buffer",
+    arithmetic="torch-blocks",
+)
+
+EAGER = Recipe(
+    name="eager",
+    version=1,
+    source="transformers v5.24.0 models/llama/modeling_llama.py and models/gemma2/modeling_gemma2.py: "
+    "eager_attention_forward; its backward pass is autograd's",
+    summary="Hugging Face eager attention: BF16 scores, scale, cap and mask, FP32 softmax, normalised P in BF16",
+    scale_placement="scores",
+    scores="bf16",
+    shifted="fp32",
+    exponential="exp",
+    p_bar="bf16",
+    p_bar_cast="after",
+    row_sum_input="fp32",
+    row_sum="fp32",
+    o_bar="fp32",
+    o_bar_at="end",
+    o="bf16",
+    division="divide",
+    lse="fp32",
+    tiles=(),
+    tile_order="ascending",
+    # The softmax saves its FP32 result; every product and the scale have BF16 results, so dS rounds, is scaled, and
+    # rounds again.
+    p_source="saved",
+    delta_source="dp",
+    delta_products="fp32",
+    delta="fp32",
+    dp="bf16",
+    p_backward="bf16",
+    ds="bf16",
+    ds_scale="ds",
+    dq="bf16",
+    dkv="bf16",
+    gradients_at="end",
+    arithmetic="fp32",
+)
+
 #: Presets in the order in which `recipe list` prints them; the first is the default.
-PRESETS: tuple[Recipe, ...] = (FA2, PAPER, SDPA_MATH)
+PRESETS: tuple[Recipe, ...] = (FA2, PAPER, SDPA_MATH, SDPA_CPU, EAGER, FA3, FA3_FP8, FA4, FLEX)

@@ -8,9 +8,9 @@ from bf16forensics.recipe.derive import rounding_points
 from bf16forensics.recipe.describe import base_preset, describe, describe_tiles
 from bf16forensics.recipe.model import Recipe
 
-#: Columns that names and values take in the table of points: the longest are "scale_placement" and "descending".
-_NAME_WIDTH = 16
-_VALUE_WIDTH = 11
+#: Columns that names and values take in the table of points: the longest are "rescale_threshold" and "masked-first".
+_NAME_WIDTH = 18
+_VALUE_WIDTH = 13
 
 
 def list_text(recipes: Sequence[Recipe], width: int) -> str:
@@ -108,7 +108,8 @@ def _tile_lines(recipe: Recipe) -> list[str]:
     lines = []
     for tile in describe_tiles(recipe):
         size = "the whole row, no tiles" if tile.tile_k is None else f"{tile.tile_q} queries x {tile.tile_k} keys"
-        lines.append(f"{mark} head size {tile.head_sizes:<12} {size}")
+        calls = "" if tile.causal is None else ", causal or window" if tile.causal else ", neither causal nor window"
+        lines.append(f"{mark} head size {tile.head_sizes:<12} {size}{calls}")
     return lines
 
 

@@ -106,5 +106,3 @@ def test_refusals_name_the_reason():
     record = record_of(queries=4, keys=4)
     with pytest.raises(InputError, match="no do"):
         recipe_gradients(replace(record, do=None), resolve("fa2"))
-    with pytest.raises(InputError, match="soft-cap"):
-        recipe_gradients(replace(record, geometry=Geometry(scale=1.0, softcap=5.0)), resolve("fa2"))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bf16forensics.errors import RecipeError
 from bf16forensics.recipe.derive import flip, resolve, rounding_points
 from bf16forensics.recipe.model import Recipe, TileRule
+from bf16forensics.recipe.names import with_points
 from bf16forensics.recipe.points import POINTS
 from bf16forensics.recipe.presets import FA2, PAPER, PRESETS, SDPA_MATH
 
@@ -61,6 +62,11 @@ def test_a_preset_resolves_to_itself(preset: Recipe, spelling: str) -> None:
         ("fa2+exponential=exp,tile_order=ascending", "fa2+exponential=exp,tile_order=ascending"),
         ("fa2+arithmetic=exact", "fa2+arithmetic=exact"),
         ("fa2+tile_k=0064", "fa2+tile_k=64"),
+        ("fa2+p_bar=float8_e4m3fn,o=E5M2", "fa2+p_bar=e4m3,o=e5m2"),
+        ("fa2+p-scale=256,rescale-threshold=8", "fa2+p_scale=256,rescale_threshold=8"),
+        ("fa3-fp8+operands=stored,passes=both", "fa3-fp8+operands=stored,passes=both"),
+        ("flex+tile_order=masked-first", "flex"),
+        ("eager+ds_scale=gradients", "eager+ds_scale=gradients"),
         ("paper+tile_q=512,tile_k=512", "paper"),
         ("sdpa-math+tile_k=64,tile_q=32", "sdpa-math+tile_k=64,tile_q=32"),
     ],
@@ -84,6 +90,52 @@ def test_a_tile_size_replaces_the_rule_of_every_head_size() -> None:
     both = resolve("fa2+tile_q=16,tile_k=48")
     assert both.tiles == (TileRule(head_size_max=None, tile_q=16, tile_k=48),)
     assert resolve("fa2+tile_k=48,tile_q=16").tiles == both.tiles
+
+
+def test_tile_sizes_of_causal_calls() -> None:
+    fa3 = resolve("fa3")
+    assert [fa3.tile(64, 1000, causal=causal) for causal in (True, False)] == [(192, 128), (192, 192)]
+    assert [fa3.tile(80, 1000, causal=causal) for causal in (True, False)] == [(192, 144), (192, 144)]
+    assert [fa3.tile(128, 1000, causal=causal) for causal in (True, False)] == [(128, 128), (128, 176)]
+    assert fa3.tile(64, 1000) == fa3.tile(64, 1000, causal=True)
+    # One size for all: what is left of the rule is the query rows.
+    keys = resolve("fa3+tile_k=64")
+    assert keys.tiles == (
+        TileRule(head_size_max=96, tile_q=192, tile_k=64),
+        TileRule(head_size_max=256, tile_q=128, tile_k=64),
+        TileRule(head_size_max=None, tile_q=64, tile_k=64),
+    )
+    queries = resolve("fa3+tile_q=128")
+    for size in (64, 80, 128, 192, 256, 300):
+        for causal in (True, False):
+            assert keys.tile(size, 9, causal=causal) == (fa3.tile(size, 9, causal=causal)[0], 64)
+            assert queries.tile(size, 9, causal=causal) == (128, fa3.tile(size, 9, causal=causal)[1])
+
+
+def test_rules_of_one_kind_of_calls_are_joined_when_they_become_equal() -> None:
+    rules = (
+        TileRule(head_size_max=64, tile_q=8, tile_k=1, causal=True),
+        TileRule(head_size_max=None, tile_q=16, tile_k=2),
+    )
+    recipe = with_points(replace(FA2, name="mine", tiles=rules), {"tile_q": "8"})
+    assert recipe.tiles == (
+        TileRule(head_size_max=64, tile_q=8, tile_k=1, causal=True),
+        TileRule(head_size_max=64, tile_q=8, tile_k=2, causal=False),
+        TileRule(head_size_max=None, tile_q=8, tile_k=2),
+    )
+    for size in (64, 65):
+        for causal in (True, False):
+            expected = 1 if size == 64 and causal else 2
+            assert recipe.tile(size, 9, causal=causal) == (8, expected)
+
+
+def test_every_preset_says_whether_its_ones_are_maxima() -> None:
+    assert [preset.name for preset in PRESETS if not preset.anchored_at_maximum] == ["fa4"]
+    assert [preset.name for preset in PRESETS if preset.passes == "forward"] == ["fa3-fp8"]
+
+
+def test_the_first_preset_is_the_default() -> None:
+    assert PRESETS[0] == FA2
 
 
 def test_key_tiles_of_a_recipe_without_tiles_keep_its_query_blocks() -> None:
@@ -127,6 +179,10 @@ def test_rounding_points_in_the_order_of_the_computation() -> None:
         ("", ["empty", "fa2"]),
         ("   ", ["empty"]),
         ("fa9", ["unknown recipe 'fa9'", "did you mean 'fa2'", "fa2, paper, sdpa-math", ".toml"]),
+        ("fa3fp8", ["did you mean 'fa3-fp8'"]),
+        ("flexattention", ["unknown recipe 'flexattention'"]),
+        ("fa2+p_scale=8", ["p_scale cannot be '8'", "1, 256"]),
+        ("fa2+rescale_threshold=bf16", ["rescale_threshold cannot be 'bf16'", "0, 8"]),
         ("sdpa_math", ["did you mean 'sdpa-math'"]),
         ("+o=bf16", ["unknown recipe ''"]),
         ("fa2+obar=bf16", ["unknown point 'obar'", "did you mean 'o_bar'", "scores", "dkv", "tile_k"]),

@@ -6,7 +6,7 @@ import pytest
 
 from bf16forensics.recipe.derive import resolve
 from bf16forensics.recipe.describe import base_preset, describe, describe_tiles
-from bf16forensics.recipe.model import Recipe
+from bf16forensics.recipe.model import Recipe, TileRule
 from bf16forensics.recipe.points import POINTS
 from bf16forensics.recipe.presets import FA2, PAPER, PRESETS, SDPA_MATH
 from bf16forensics.recipe.render import as_object, list_text, show_text
@@ -77,6 +77,31 @@ def test_flips_are_marked() -> None:
     assert marked[1] == "* differs from preset fa2"
 
 
+def test_tiles_of_causal_calls_are_told_apart() -> None:
+    page = show_text(resolve("fa3"), 100)
+    assert "  head size up to 64     192 queries x 128 keys, causal or window\n" in page
+    assert "  head size up to 64     192 queries x 192 keys, neither causal nor window\n" in page
+    assert "  head size 65 to 96     192 queries x 144 keys\n" in page
+    tiles = json.loads(json.dumps(as_object(resolve("fa3"))))["tiles"]
+    assert tiles[:3] == [
+        {"head_size_max": 64, "tile_q": 192, "tile_k": 128, "causal": True},
+        {"head_size_max": 64, "tile_q": 192, "tile_k": 192, "causal": False},
+        {"head_size_max": 96, "tile_q": 192, "tile_k": 144, "causal": None},
+    ]
+
+
+def test_one_rule_after_unequal_ones_is_two_entries() -> None:
+    """The head sizes that it covers differ in the two kinds of calls."""
+    from dataclasses import replace
+
+    rules = (
+        TileRule(head_size_max=64, tile_q=1, tile_k=2, causal=True),
+        TileRule(head_size_max=None, tile_q=3, tile_k=4),
+    )
+    found = [(tile.head_sizes, tile.causal, tile.tile_k) for tile in describe_tiles(replace(FA2, tiles=rules))]
+    assert found == [("up to 64", True, 2), ("above 64", True, 4), ("any", False, 4)]
+
+
 def test_changed_tiles_are_marked() -> None:
     page = show_text(resolve("paper+tile_k=64"), 100)
     assert "* head size any          512 queries x 64 keys" in page
@@ -105,7 +130,7 @@ def test_the_json_object_carries_points_and_tiles() -> None:
     points = {point["name"]: point for point in built["points"]}
     assert built["preset"] == "fa2"
     assert (points["o_bar"]["value"], points["o_bar"]["preset_value"]) == ("bf16", "fp32")
-    assert points["o_bar"]["allowed"] == ["bf16", "fp16", "fp32"]
-    assert built["tiles"][0] == {"head_size_max": 64, "tile_q": 128, "tile_k": 128}
+    assert points["o_bar"]["allowed"] == ["bf16", "fp16", "fp32", "e4m3", "e5m2"]
+    assert built["tiles"][0] == {"head_size_max": 64, "tile_q": 128, "tile_k": 128, "causal": None}
     assert built["tiles"][-1]["head_size_max"] is None
     assert "o_bar" in built["rounding_points"]

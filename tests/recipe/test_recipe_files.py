@@ -23,7 +23,11 @@ def recipes(draw: st.DrawFn) -> Recipe:
     """A recipe with any allowed content under a name that is no preset's."""
     limits = sorted(draw(st.sets(st.integers(1, 512), max_size=3)))
     sizes = st.integers(1, 1024)
-    tiles = tuple(TileRule(head_size_max=limit, tile_q=draw(sizes), tile_k=draw(sizes)) for limit in [*limits, None])
+    tiles = tuple(
+        TileRule(head_size_max=limit, tile_q=draw(sizes), tile_k=draw(sizes), causal=causal)
+        for limit in [*limits, None]
+        for causal in draw(st.sampled_from([(None,), (True, False), (False, True)]))
+    )
     return Recipe(
         name="mine-" + draw(st.text("abcXYZ019._-", max_size=8)),
         version=draw(st.integers(1, 99)),
@@ -69,6 +73,19 @@ def test_tiles_in_a_file(tmp_path: Path) -> None:
     assert read_recipe(write(tmp_path, 'base = "fa2"\ntiles = []\n')).tile(64, 9) == SDPA_MATH.tile(64, 9)
 
 
+def test_tiles_by_kind_of_call_in_a_file(tmp_path: Path) -> None:
+    text = 'base = "fa2"\ntiles = [{tile_q = 1, tile_k = 2, causal = true}, {tile_q = 3, tile_k = 4, causal = false}]\n'
+    recipe = read_recipe(write(tmp_path, text))
+    assert [recipe.tile(64, 9, causal=causal) for causal in (True, False)] == [(1, 2), (3, 4)]
+
+
+def test_a_file_from_before_a_point_existed_reads_as_it_did(tmp_path: Path) -> None:
+    """Points that came later have a value that changes nothing."""
+    later = ("operands", "p_scale", "rescale_threshold", "passes", "ds_scale", "row_sum_order")
+    for preset in (FA2, PAPER, SDPA_MATH):
+        assert read_recipe(write(tmp_path, without(preset, *later), f"{preset.name}.toml")) == preset
+
+
 def test_points_set_on_top_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path, 'base = "paper"\nname = "ours"\n', "with+plus.toml")
     recipe = resolve(f"{path}+o_bar=fp32")
@@ -104,7 +121,7 @@ def without(recipe: Recipe, *keys: str) -> str:
     ("text", "parts"),
     [
         ('base = "fa2"\nobar = "bf16"\n', ["unknown key 'obar'", "did you mean 'o_bar'"]),
-        ('base = "fa3"\n', ["unknown recipe 'fa3'", "fa2"]),
+        ('base = "fa5"\n', ["unknown recipe 'fa5'", "fa2"]),
         ('base = "fa2+o=fp32"\n', ["unknown recipe"]),
         ("base = 2\n", ["base must be a non-empty string", "2"]),
         ('base = "fa2"\no = "int8"\n', ["o cannot be 'int8'", "bf16, fp16, fp32"]),
@@ -131,6 +148,27 @@ def without(recipe: Recipe, *keys: str) -> str:
             "{head_size_max = 9, tile_q = 1, tile_k = 1}, {tile_q = 1, tile_k = 1}]\n",
             ["entry 2", "does not grow"],
         ),
+        (
+            'base = "fa2"\ntiles = [{head_size_max = 9, tile_q = 1, tile_k = 1, causal = true}, '
+            "{head_size_max = 8, tile_q = 1, tile_k = 1}, {tile_q = 1, tile_k = 1}]\n",
+            ["entry 2", "does not grow"],
+        ),
+        (
+            'base = "fa2"\ntiles = [{tile_q = 1, tile_k = 1, causal = true}]\n',
+            ["every entry has the same causal"],
+        ),
+        (
+            'base = "fa2"\ntiles = [{tile_q = 1, tile_k = 1, causal = true}, '
+            "{head_size_max = 9, tile_q = 1, tile_k = 1, causal = false}]\n",
+            ["entry 2", "leave head_size_max"],
+        ),
+        (
+            'base = "fa2"\ntiles = [{tile_q = 1, tile_k = 1, causal = false}, {tile_q = 1, tile_k = 1}]\n',
+            ["entry 1", "head_size_max is missing"],
+        ),
+        ('base = "fa2"\ntiles = [{tile_q = 1, tile_k = 1, causal = "yes"}]\n', ["entry 1", "causal must be true or"]),
+        ('base = "fa2"\ntiles = [{tile_q = 1, tile_k = 1, causal = 1}]\n', ["entry 1", "causal must be true or"]),
+        ('base = "fa2"\ntiles = [{head_size_max = "64", tile_q = 1, tile_k = 1}]\n', ["entry 1: head_size_max"]),
         ('base = "fa2"\nname = "a b"\n', ["'a b' cannot be a recipe's name"]),
         ('base = "fa2"\nname = "a+b"\n', ["cannot read 'b'", "another name"]),
         ("tile_k = 8\n", ["tile_k needs a base"]),
