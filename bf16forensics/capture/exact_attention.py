@@ -3,7 +3,7 @@
 Written out because the fused attention of a CPU approximates the exponential, and because an automatic backward pass
 through masked scores makes a dozen copies of them. Keys that no row of a block may see are never touched.
 
-Shapes: H heads, N queries, M keys, D and E head sizes of q/k and v.
+Shapes: H query heads, G key/value heads (H a multiple of G), N queries, M keys, D and E head sizes of q/k and v.
 """
 
 from collections.abc import Iterator
@@ -23,18 +23,18 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, geometry:
 
     Args:
         q: [H, N, D].
-        k: [H, M, D].
-        v: [H, M, E].
-        geometry: scale and masks; a soft-cap or a bias is not supported here.
+        k: [G, M, D]; head h of q uses head h // (H / G).
+        v: [G, M, E].
+        geometry: scale, masks and score modifiers; a bias gets no gradient.
 
     Returns:
         [H, N, E]; 0 in rows that see no key. NaN operands give NaN rows.
 
     Raises:
-        ValueError: the geometry has a soft-cap or a bias.
+        ValueError: H is no multiple of G.
     """
-    if geometry.softcap is not None or geometry.bias is not None:
-        raise ValueError("exact_attention knows neither soft-cap nor bias")
+    if q.shape[0] % k.shape[0]:
+        raise ValueError(f"{q.shape[0]} query heads cannot share {k.shape[0]} key/value heads evenly")
     return _ExactAttention.apply(q, k, v, geometry)
 
 
@@ -46,28 +46,47 @@ def _blocks(geometry: Geometry, num_queries: int, num_keys: int) -> Iterator[tup
             yield slice(start, end), slice(first, last)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, geometry: Geometry, rows: slice, keys: slice) -> torch.Tensor:
-    scores = torch.matmul(q[:, rows], k[:, keys].transpose(-1, -2)).mul_(geometry.scale)
+def _grouped(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[H, R, X] as [G, H / G * R, X]: the query heads of a key/value head are more rows of one product."""
+    return rows.reshape(num_kv_heads, -1, rows.shape[-1])
+
+
+def _probabilities(
+    q: torch.Tensor, k: torch.Tensor, geometry: Geometry, rows: slice, keys: slice
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[H, R, K] probabilities of a block and the soft-cap's slope; None for a slope of 1."""
+    block = q[:, rows]
+    scores = torch.matmul(_grouped(block, k.shape[0]), k[:, keys].transpose(-1, -2)).mul_(geometry.scale)
+    scores = scores.view(*block.shape[:2], -1)
+    slope = None
+    if geometry.softcap is not None:
+        capped = scores.div_(geometry.softcap).tanh_()
+        slope = 1.0 - capped * capped
+        scores = capped.mul_(geometry.softcap)
+    bias = geometry.bias_block((rows.start, rows.stop), (keys.start, keys.stop))
+    if bias is not None:
+        scores.add_(bias)
     visible = geometry.visible((rows.start, rows.stop), (keys.start, keys.stop), q.shape[1], k.shape[1])
     if visible is None:
-        return torch.softmax(scores, dim=-1)
+        return torch.softmax(scores, dim=-1), slope
     # A row of -inf would turn into NaN: give it finite scores, then drop its result.
     empty = ~visible.any(-1, keepdim=True)
     p = torch.softmax(scores.masked_fill_(~(visible | empty), -torch.inf), dim=-1)
-    return p.masked_fill_(empty, 0.0) if bool(empty.any()) else p
+    return (p.masked_fill_(empty, 0.0) if bool(empty.any()) else p), slope
 
 
 class _ExactAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         keep = any(ctx.needs_input_grad) and q.shape[0] * q.shape[1] * k.shape[1] <= _KEPT_ELEMENTS
-        kept: list[torch.Tensor] = []
+        kept: list[torch.Tensor | None] = []
         o = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         for rows, keys in _blocks(geometry, q.shape[1], k.shape[1]):
-            p = _probabilities(q, k, geometry, rows, keys)
-            o[:, rows] = torch.matmul(p, v[:, keys])
+            p, slope = _probabilities(q, k, geometry, rows, keys)
+            product = torch.matmul(_grouped(p, k.shape[0]), v[:, keys])
+            o[:, rows] = product.view(*p.shape[:2], -1)
             if keep:
-                kept.append(p)
+                kept += (p, slope)
         ctx.save_for_backward(q, k, v, *kept)
         ctx.geometry = geometry
         return o
@@ -78,10 +97,15 @@ class _ExactAttention(torch.autograd.Function):
         do = gradients[0].contiguous()
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for index, (rows, keys) in enumerate(_blocks(ctx.geometry, q.shape[1], k.shape[1])):
-            p = kept[index] if kept else _probabilities(q, k, ctx.geometry, rows, keys)
-            dv[:, keys] += torch.matmul(p.transpose(-1, -2), do[:, rows])
-            ds = torch.matmul(do[:, rows], v[:, keys].transpose(-1, -2)).mul_(p)
+            p, slope = kept[2 * index : 2 * index + 2] if kept else _probabilities(q, k, ctx.geometry, rows, keys)
+            heads, block = p.shape[:2]
+            q_rows, do_rows = _grouped(q[:, rows], k.shape[0]), _grouped(do[:, rows], k.shape[0])
+            dv[:, keys] += torch.matmul(_grouped(p, k.shape[0]).transpose(-1, -2), do_rows)
+            ds = torch.matmul(do_rows, v[:, keys].transpose(-1, -2)).view(p.shape).mul_(p)
             ds.sub_(p * ds.sum(-1, keepdim=True)).mul_(ctx.geometry.scale)
-            dq[:, rows] = torch.matmul(ds, k[:, keys])
-            dk[:, keys] += torch.matmul(ds.transpose(-1, -2), q[:, rows])
+            if slope is not None:
+                ds.mul_(slope)
+            grouped = _grouped(ds, k.shape[0])
+            dq[:, rows] = torch.matmul(grouped, k[:, keys]).view(heads, block, -1)
+            dk[:, keys] += torch.matmul(grouped.transpose(-1, -2), q_rows)
         return dq, dk, dv, None

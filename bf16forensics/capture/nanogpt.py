@@ -4,32 +4,25 @@ Only the inputs of the layers are kept from the forward pass; each layer is reco
 memory holds one layer's tensors plus one [T, C] tensor a layer. Weights need no gradients here: the evidence computes
 dW_Q itself, head by head.
 
-`activations` says what the model computes in. "fp32": the model in FP32; at the attention call q, k and v are rounded
-to the storage format, the model's own attention runs in FP32 on the rounded values, its output is not rounded; the
-record's dO is rounded to the storage format, while the gradient that travels on is not.
+What the model computes in is up to `activations`: its code is written once.
 
 Shapes: T tokens, C width, H heads, D head size, V vocabulary.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
 
-from bf16forensics.capture.exact_attention import exact_attention
+from bf16forensics.capture.activations import Activations, Fp32Activations
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
 from bf16forensics.capture.source import LossSink
-from bf16forensics.emulate.rounding import round_to
 from bf16forensics.emulate.strict import strict_fp32
 from bf16forensics.geometry.geometry import Geometry
 from bf16forensics.load.batch import IGNORED_LABEL
 from bf16forensics.load.nanogpt import NanoGPTCheckpoint, NanoGPTLayer
-
-#: Values of `activations`; the first is the default.
-ACTIVATIONS = ("fp32",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,27 +43,12 @@ class SequenceInput:
     real: torch.Tensor | None = None
 
 
-class _StraightThroughRound(torch.autograd.Function):
-    """Rounds in the forward pass and hands the gradient on unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, storage: str) -> torch.Tensor:
-        rounded = round_to(values, storage)
-        return values.clone() if rounded is values else rounded
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanoGPTCapture:
     """Runs sequences through a checkpoint and yields their attention records."""
 
     checkpoint: NanoGPTCheckpoint
-    #: Storage format of q, k, v and dO at the attention call.
-    storage: str = "bf16"
-    activations: str = "fp32"
+    activations: Activations = field(default_factory=Fp32Activations)
 
     def weights(self, layer: int) -> LayerWeights:
         """W_Q and W_K of a layer by head, FP32."""
@@ -105,11 +83,12 @@ class NanoGPTCapture:
                     hidden = inputs[index].detach().requires_grad_()
                     half = self._half_layer(layer, hidden, geometry)
                 if index == last:
-                    upstream = self._loss_gradient(_output(layer, half), sequence, on_loss)
+                    upstream = self._loss_gradient(self._output(layer, half), sequence, on_loss)
                 # The last product of the layer is linear: its gradient needs no output, so that is not computed again.
-                # The input of layer 0 needs no gradient.
+                # In mixed precision the same casts stand on its way back. The input of layer 0 needs no gradient.
                 wanted = (half.o, hidden) if index > 0 else (half.o,)
-                arriving = (upstream, upstream @ layer.mlp_proj_weight)
+                with self.activations.arithmetic():
+                    arriving = (upstream, upstream @ layer.mlp_proj_weight)
                 gradients = torch.autograd.grad((half.middle, half.activated), wanted, arriving)
                 upstream = gradients[-1]
                 record = self._record(index, sequence, geometry, half, gradients[0])
@@ -144,7 +123,7 @@ class NanoGPTCapture:
             inputs = [hidden]
             for index in range(model.config.n_layer - 1):
                 layer = model.layer(index)
-                hidden = _output(layer, self._half_layer(layer, hidden, geometry))
+                hidden = self._output(layer, self._half_layer(layer, hidden, geometry))
                 inputs.append(hidden)
         return inputs
 
@@ -152,25 +131,30 @@ class NanoGPTCapture:
         """A layer without its last product."""
         width, heads = self.checkpoint.config.n_embd, self.checkpoint.config.n_head
         tokens = hidden.shape[0]
-        x = functional.layer_norm(hidden, (width,), layer.ln_1_weight, layer.ln_1_bias, 1e-5)
-        qkv = functional.linear(x, layer.c_attn_weight, layer.c_attn_bias)
-        q, k, v = (
-            _StraightThroughRound.apply(part.view(tokens, heads, width // heads).transpose(0, 1), self.storage)
-            for part in qkv.split(width, dim=1)
-        )
-        o = exact_attention(q, k, v, geometry)
-        joined = o.transpose(0, 1).reshape(tokens, width)
-        middle = hidden + functional.linear(joined, layer.attn_proj_weight, layer.attn_proj_bias)
-        mlp = functional.layer_norm(middle, (width,), layer.ln_2_weight, layer.ln_2_bias, 1e-5)
-        activated = functional.gelu(functional.linear(mlp, layer.fc_weight, layer.fc_bias))
+        with self.activations.arithmetic():
+            x = functional.layer_norm(hidden, (width,), layer.ln_1_weight, layer.ln_1_bias, 1e-5)
+            qkv = functional.linear(x, layer.c_attn_weight, layer.c_attn_bias)
+            parts = (part.view(tokens, heads, width // heads).transpose(0, 1) for part in qkv.split(width, dim=1))
+            q, k, v = self.activations.operands(*parts)
+            o = self.activations.attend(q, k, v, geometry)
+            joined = o.transpose(0, 1).reshape(tokens, width)
+            middle = hidden + functional.linear(joined, layer.attn_proj_weight, layer.attn_proj_bias)
+            mlp = functional.layer_norm(middle, (width,), layer.ln_2_weight, layer.ln_2_bias, 1e-5)
+            activated = functional.gelu(functional.linear(mlp, layer.fc_weight, layer.fc_bias))
         return _HalfLayer(x=x, q=q, k=k, v=v, o=o, middle=middle, activated=activated)
 
     def _loss(self, hidden: torch.Tensor, sequence: SequenceInput) -> torch.Tensor:
         model = self.checkpoint
         bias = model.ln_f_bias
-        hidden = functional.layer_norm(hidden, (model.config.n_embd,), model.ln_f_weight, bias, 1e-5)
-        logits = functional.linear(hidden, model.lm_head)
-        return functional.cross_entropy(logits, sequence.labels, ignore_index=IGNORED_LABEL)
+        with self.activations.arithmetic():
+            hidden = functional.layer_norm(hidden, (model.config.n_embd,), model.ln_f_weight, bias, 1e-5)
+            logits = functional.linear(hidden, model.lm_head)
+            return functional.cross_entropy(logits, sequence.labels, ignore_index=IGNORED_LABEL)
+
+    def _output(self, layer: NanoGPTLayer, half: "_HalfLayer") -> torch.Tensor:
+        """[T, C] the layer's output, outside the graph."""
+        with torch.no_grad(), self.activations.arithmetic():
+            return half.middle + functional.linear(half.activated, layer.mlp_proj_weight, layer.mlp_proj_bias)
 
     def _record(
         self, layer: int, sequence: SequenceInput, geometry: Geometry, call: "_HalfLayer", do: torch.Tensor
@@ -180,12 +164,12 @@ class NanoGPTCapture:
             layer=layer,
             sequence=sequence.index,
             step=sequence.step,
-            storage=self.storage,
-            q=call.q.detach().contiguous(),
-            k=call.k.detach().contiguous(),
-            v=call.v.detach().contiguous(),
-            do=round_to(do, self.storage).contiguous(),
-            x=call.x.detach(),
+            storage=self.activations.storage,
+            q=call.q.detach().float().contiguous(),
+            k=call.k.detach().float().contiguous(),
+            v=call.v.detach().float().contiguous(),
+            do=self.activations.output_gradient(do).contiguous(),
+            x=self.activations.projection_input(call.x),
             geometry=geometry,
             labelled=None if bool(labelled.all()) else labelled,
         )
@@ -205,9 +189,3 @@ class _HalfLayer:
     #: [T, C] after the attention, [T, 4C] after the activation of the MLP.
     middle: torch.Tensor
     activated: torch.Tensor
-
-
-def _output(layer: NanoGPTLayer, half: _HalfLayer) -> torch.Tensor:
-    """[T, C] the layer's output, outside the graph."""
-    with torch.no_grad():
-        return half.middle + functional.linear(half.activated, layer.mlp_proj_weight, layer.mlp_proj_bias)

@@ -1,13 +1,14 @@
 """The record: what one attention call saw and got.
 
 Shapes: H query heads, G key/value heads (H a multiple of G), N queries, M keys, D and E head sizes of q/k and v,
-C width of the input of the QKV projection.
+C width of the input of the query projection.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from bf16forensics.capture.path import QueryPath
 from bf16forensics.geometry.geometry import Geometry
 
 
@@ -34,12 +35,14 @@ class AttentionRecord:
     v: torch.Tensor
     #: [H, N, E] gradient of the sequence's mean loss with respect to O; None when there is no loss.
     do: torch.Tensor | None
-    #: [N, C] input of the QKV projection, FP32; None when unknown.
+    #: [N, C] input of the query projection, FP32; None when unknown.
     x: torch.Tensor | None
     #: Masks, scale and score modifiers.
     geometry: Geometry
     #: [N] bool, False where the label is ignored; None when every position has a label.
     labelled: torch.Tensor | None = None
+    #: From W_Q x to q; None where q is W_Q x itself (up to a bias and the rounding).
+    query_path: QueryPath | None = None
 
     @property
     def num_heads(self) -> int:
@@ -63,5 +66,5 @@ class LayerWeights:
     layer: int
     #: [H, D, C] query projection of each head.
     w_q: torch.Tensor | None
-    #: [G, D, C] key projection of each key/value head.
+    #: [G, D, C] key projection of each key/value head; another width than W_Q's where keys come from another input.
     w_k: torch.Tensor | None

@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 import torch
 from torch.nn import functional
 
+from bf16forensics.capture.activations import Fp32Activations
 from bf16forensics.capture.nanogpt import NanoGPTCapture
 from bf16forensics.capture.nanogpt_source import NanoGPTSource
 from bf16forensics.capture.record import AttentionRecord
@@ -82,7 +83,7 @@ def capture_errors(source: NanoGPTSource, model: Model, loss: float) -> tuple[fl
         Relative difference of dW_Q over all layers together (FP32 autograd against float64 from the records, so
         1e-3 is what saturated heads may leave), and of the mean loss.
     """
-    capture = NanoGPTCapture(checkpoint=source.capture.checkpoint, storage="fp32")
+    capture = NanoGPTCapture(checkpoint=source.capture.checkpoint, activations=Fp32Activations(storage="fp32"))
     exact = NanoGPTSource(capture=capture, batch=source.batch)
     count, width = source.batch.num_sequences, model.config.n_embd
     sums = [torch.zeros(width, width, dtype=torch.float64) for _ in model.layers]

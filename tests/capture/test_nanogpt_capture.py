@@ -9,7 +9,7 @@ import torch
 
 from bf16forensics.attention.dual import dual_pass
 from bf16forensics.capture import exact_attention as blocks
-from bf16forensics.capture.exact_attention import exact_attention
+from bf16forensics.capture.activations import Fp32Activations
 from bf16forensics.capture.nanogpt import NanoGPTCapture, SequenceInput
 from bf16forensics.capture.nanogpt_source import NanoGPTSource
 from bf16forensics.capture.record import AttentionRecord
@@ -39,7 +39,7 @@ def run(
     checkpoint: NanoGPTCheckpoint, ids: torch.Tensor, labels: torch.Tensor, storage: str = "bf16", **more: Any
 ) -> tuple[list[AttentionRecord], float]:
     losses: list[float] = []
-    capture = NanoGPTCapture(checkpoint=checkpoint, storage=storage)
+    capture = NanoGPTCapture(checkpoint=checkpoint, activations=Fp32Activations(storage=storage))
     sequence = SequenceInput(index=0, step=7, ids=ids, labels=labels, **more)
     records = list(capture.sequence_records(sequence, losses.append))
     assert len(losses) == 1
@@ -245,53 +245,6 @@ def test_long_sequences_are_the_same_block_by_block(
         for found, expected in zip(sliced, whole, strict=True):
             for name in ("q", "k", "v", "do"):
                 assert_same_but_ties(getattr(found, name), getattr(expected, name))
-
-
-def test_exact_attention_gives_zero_rows_where_nothing_is_visible() -> None:
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, 5, 4, generator=generator, requires_grad=True) for _ in range(3))
-    real = torch.tensor([False, False, True, True, True])
-    o = exact_attention(q, k, v, Geometry(scale=0.5, key_padding=real))
-    assert not o[:, :2].any()
-    o.square().sum().backward()
-    for tensor in (q, k, v):
-        assert tensor.grad is not None
-        assert torch.isfinite(tensor.grad).all()
-        assert not tensor.grad[:, :2].any()
-
-
-@pytest.mark.parametrize("kept_elements", [2**24, 0], ids=["kept", "computed again"])
-@pytest.mark.parametrize(
-    "geometry",
-    [
-        Geometry(scale=0.7),
-        Geometry(scale=0.7, causal=False),
-        Geometry(scale=0.7, window=2),
-        Geometry(scale=0.7, key_padding=torch.arange(7) > 2),
-    ],
-    ids=["causal", "full", "window", "padding"],
-)
-def test_exact_attention_is_differentiated_block_by_block(
-    monkeypatch: pytest.MonkeyPatch, geometry: Geometry, kept_elements: int
-) -> None:
-    monkeypatch.setattr(blocks, "_ROWS", 3)
-    monkeypatch.setattr(blocks, "_KEPT_ELEMENTS", kept_elements)
-    generator = torch.Generator().manual_seed(4)
-    q, k, v = (torch.randn(2, 7, 3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    assert torch.autograd.gradcheck(lambda *t: exact_attention(*t, geometry), (q, k, v), fast_mode=True)
-    scores = (q @ k.transpose(1, 2) * 0.7).detach()
-    visible = geometry.visible((0, 7), (0, 7), 7, 7)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
-    expected = torch.softmax(scores, -1).nan_to_num(nan=0.0) @ v.detach()
-    torch.testing.assert_close(exact_attention(q, k, v, geometry).detach(), expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("more", [{"softcap": 3.0}, {"bias": torch.zeros(1, 2, 2)}], ids=["softcap", "bias"])
-def test_exact_attention_refuses_what_it_would_ignore(more: dict[str, Any]) -> None:
-    q = torch.zeros(1, 2, 4)
-    with pytest.raises(ValueError, match="neither soft-cap nor bias"):
-        exact_attention(q, q, q, Geometry(scale=1.0, **more))
 
 
 def test_projections_by_head_keep_the_orientation_out_by_in(make_checkpoint: Make) -> None:
