@@ -2,8 +2,9 @@
 
 The products run in FP32 on the CPU, forward and backward; torch's own BF16 products on a CPU are slower and, depending
 on the machine, accumulate otherwise. Each function follows the steps of its namesake in aten/src/ATen/native of PyTorch
-(Linear.cpp, LinearAlgebra.cpp, cuda/Blas.cpp) as far as they decide where a value is rounded. A bias is added in FP32
-before the rounding: that is what a cuBLAS product with beta = 1 and the bias epilogue of cuBLASLt both do.
+(Linear.cpp, LinearAlgebra.cpp, cuda/Blas.cpp) as far as they decide where a value is rounded. A bias vector is added in
+FP32 before the rounding, in the epilogue of cuBLASLt; to a whole matrix the product is added after it rounded (read off
+an H200, torch 2.11: 99.998 % of the elements of baddbmm, all of addmm).
 
 Operands are BF16 already; argument names are those of torch, so that calls by keyword work.
 """
@@ -44,17 +45,19 @@ class _Product(torch.autograd.Function):
 
 
 class _BiasedProduct(torch.autograd.Function):
-    """beta * bias + alpha * (a times b), one rounding; the bias broadcasts."""
+    """beta * bias + alpha * (a times b); the bias broadcasts. One rounding; `apart` rounds the product before."""
 
     @staticmethod
     def forward(
-        ctx: Any, beta: float, alpha: float, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+        ctx: Any, beta: float, alpha: float, apart: bool, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         ctx.beta, ctx.alpha, ctx.bias_shape = beta, alpha, bias.shape
         total = _multiplied(a, b)
         if alpha != 1:
             total *= alpha
+        if apart:
+            total = total.bfloat16().float()
         if beta != 0:
             total += bias.float() if beta == 1 else bias.float() * beta
         return total.bfloat16()
@@ -64,10 +67,10 @@ class _BiasedProduct(torch.autograd.Function):
         # A factor other than 1 multiplies a rounded product: autograd's formulas apply it in an operation of its own.
         parts = [part if part is None or ctx.alpha == 1 else part * ctx.alpha for part in _gradients(ctx, gradients[0])]
         of_bias = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[3]:
             scaled = gradients[0] if ctx.beta == 1 else gradients[0] * ctx.beta
             of_bias = scaled.float().sum_to_size(ctx.bias_shape).bfloat16()
-        return None, None, of_bias, *parts
+        return None, None, None, of_bias, *parts
 
 
 def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -112,7 +115,8 @@ def addmm(
     input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     """torch.addmm."""
-    product: torch.Tensor = _BiasedProduct.apply(beta, alpha, input, mat1, mat2)
+    whole = input.shape == (mat1.shape[0], mat2.shape[1])
+    product: torch.Tensor = _BiasedProduct.apply(beta, alpha, whole, input, mat1, mat2)
     return product
 
 
@@ -121,14 +125,15 @@ def addmv(
 ) -> torch.Tensor:
     """torch.addmv."""
     column = input if input.dim() == 0 else input[:, None]
-    return addmm(column, mat, vec[:, None], beta=beta, alpha=alpha)[:, 0]
+    product: torch.Tensor = _BiasedProduct.apply(beta, alpha, False, column, mat, vec[:, None])
+    return product[:, 0]
 
 
 def baddbmm(
     input: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     """torch.baddbmm."""
-    product: torch.Tensor = _BiasedProduct.apply(beta, alpha, input, batch1, batch2)
+    product: torch.Tensor = _BiasedProduct.apply(beta, alpha, True, input, batch1, batch2)
     return product
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16forensics.emulate import autocast_elementwise as elementwise
 from bf16forensics.emulate import autocast_lists as lists
+from bf16forensics.emulate import autocast_loss as loss
 from bf16forensics.emulate import autocast_products as products
 from bf16forensics.errors import InputError
 
@@ -114,6 +115,12 @@ def _fp32(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _cross_entropy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    logits = kwargs.get("input", args[0] if args else None)
+    is_narrow = isinstance(logits, torch.Tensor) and _eligible(logits) and logits.dtype == torch.bfloat16
+    return loss.cross_entropy(*args, **kwargs) if is_narrow else _fp32(func, args, kwargs)
+
+
 def _fp32_unless_dtype(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("dtype") is None and not any(isinstance(a, torch.dtype) for a in args):
         return _fp32(func, args, kwargs)
@@ -181,6 +188,7 @@ def _rules() -> dict[Function, Rule]:
     give(lists.BANNED, _refuse_banned)
     give((*lists.FP32, *lists.COMPOSED_FP32), _fp32)
     give((*lists.FP32_UNLESS_DTYPE, *lists.COMPOSED_FP32_UNLESS_DTYPE), _fp32_unless_dtype)
+    give(("cross_entropy",), _cross_entropy)
     give(lists.PROMOTE, _promoted)
     for name in ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "linear", "einsum"):
         give((name,), _lower(getattr(products, name)))

@@ -99,8 +99,24 @@ class Model(nn.Module):
         hidden = self.wte(ids) + self.wpe.weight[:TOKENS]
         for block in self.h:
             hidden = block(hidden)
-        logits = projected(self.ln_f(hidden), self.wte.weight, None).float()
-        return functional.cross_entropy(logits, labels, ignore_index=-100)
+        logits = projected(self.ln_f(hidden), self.wte.weight, None)
+        return functional.nll_loss(LogSoftmax.apply(logits).float(), labels, ignore_index=-100)
+
+
+class LogSoftmax(torch.autograd.Function):
+    """What cross_entropy does to BF16 logits under autocast: BF16 log-probabilities, and gradients from them."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        output = torch.log_softmax(logits.float(), -1).bfloat16()
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (output,) = ctx.saved_tensors
+        wide = gradient.float()
+        return (wide - torch.exp(output.float()) * wide.sum(-1, keepdim=True)).bfloat16()
 
 
 def by_hand(state: Mapping[str, torch.Tensor], bias: bool, attention: Attention) -> Model:

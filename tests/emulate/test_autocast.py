@@ -167,7 +167,6 @@ PRODUCTS = {
     "linear of 3 dimensions": (functional.linear, lambda a, b, c: a @ b.T + c, ((2, 4, 6), (3, 6), (3,))),
     "addmm": (torch.addmm, lambda c, a, b: a @ b + c, ((3,), (4, 6), (6, 3))),
     "addmv": (torch.addmv, lambda c, a, b: a @ b + c, ((4,), (4, 6), (6,))),
-    "baddbmm": (torch.baddbmm, lambda c, a, b: a @ b + c, ((2, 4, 3), (2, 4, 6), (2, 6, 3))),
     "beta": (
         lambda c, a, b: torch.addmm(c, a, b, beta=3), lambda c, a, b: a @ b + 3 * c, ((3,), (4, 6), (6, 3))
     ),
@@ -224,6 +223,57 @@ def test_an_einsum_that_sums_nothing_is_an_elementwise_product():
     product.backward(torch.full_like(product, 3.0))
     # As above: the parts of the gradient round before they are added.
     assert a.grad.tolist() == [1168.0, 1168.0]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_product_rounds_before_it_is_added_to_a_whole_matrix(batched):
+    # 257 rounds to 256, and 256 + 1 to 256, while 257 + 1 is 258.
+    c, a, b = torch.ones(2, 3), torch.ones(2, 257), torch.ones(257, 3)
+    with CudaAutocast():
+        found = torch.baddbmm(c[None], a[None], b[None])[0] if batched else torch.addmm(c, a, b)
+        assert found.unique().tolist() == [256.0]
+        # A row that broadcasts is the bias of a linear layer.
+        assert torch.addmm(c[0], a, b).unique().tolist() == [258.0]
+
+
+def test_whole_matrices_take_part_in_the_gradient():
+    c, a, b = drawn(2, 4, 3), drawn(2, 4, 6, seed=1), drawn(2, 6, 3, seed=2)
+    _, gradients = under_autocast(torch.baddbmm, c, a, b)
+    upstream = drawn(2, 4, 3, seed=99, dtype=FP64)
+    expected = (upstream, upstream @ b.double().mT, a.double().mT @ upstream)
+    for found, wanted in zip(gradients, expected, strict=True):
+        assert torch.equal(found, rounded(wanted).float())
+
+
+def test_cross_entropy_of_bf16_logits_rounds_the_log_probabilities():
+    logits, labels = drawn(6, 50, high=40).div(8).bfloat16(), torch.tensor([1, 7, -100, 3, 49, 0])
+    leaf = logits.clone().requires_grad_()
+    with CudaAutocast():
+        loss = functional.cross_entropy(leaf, labels)
+    assert loss.dtype == FP32
+    wide = rounded(torch.log_softmax(logits.double(), -1))
+    used = labels >= 0
+    assert loss.item() == pytest.approx(-float(wide[used, labels[used]].double().mean()), rel=1e-6)
+    loss.backward()
+    # The probabilities of the backward pass are those of the rounded values; 1/5 is rounded before they are used.
+    arriving = torch.zeros(6, 50, dtype=FP64)
+    arriving[used, labels[used]] = -float(rounded(torch.tensor(0.2, dtype=FP64)))
+    expected = arriving - wide.double().exp() * arriving.sum(-1, keepdim=True)
+    torch.testing.assert_close(leaf.grad.double(), expected, rtol=2.0**-8, atol=1e-12)
+    plain = logits.clone().float().requires_grad_()
+    functional.cross_entropy(plain, labels).backward()
+    assert not torch.equal(leaf.grad.float(), rounded(plain.grad.double()).float())
+
+
+def test_cross_entropy_of_fp32_logits_is_as_it_is_and_what_is_not_emulated_is_refused():
+    logits, labels = drawn(6, 50, high=40).float() / 7, torch.tensor([1, 7, -100, 3, 49, 0])
+    with CudaAutocast():
+        assert torch.equal(functional.cross_entropy(logits, labels), functional.cross_entropy(logits, labels))
+        assert functional.cross_entropy(logits, labels).item() == pytest.approx(
+            float(functional.cross_entropy(logits.double(), labels)), rel=1e-6
+        )
+        with pytest.raises(InputError, match="label smoothing"):
+            functional.cross_entropy(logits.bfloat16(), labels, label_smoothing=0.1)
 
 
 def test_addbmm_rounds_after_every_product():

@@ -16,7 +16,11 @@ from torch.nn import functional
 from bf16forensics.emulate.autocast import CudaAutocast
 from bf16forensics.emulate.strict import strict_fp32
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The first product of a process, where autograd runs it in a thread of its own.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 BF16, FP32 = torch.bfloat16, torch.float32
 #: Share of the elements of a BF16 result that may be neighbours instead of equal.
@@ -115,6 +119,7 @@ PRODUCTS = {
     "matmul, broadcast": (lambda a, b: a @ b, (drawn(2, 1, 128, 64), drawn(1, 3, 64, 128, seed=1))),
     "addmm": (torch.addmm, (BIAS, X, W)),
     "addmm, alpha": (lambda c, a, b: torch.addmm(c, a, b, alpha=0.37), (BIAS, X, W)),
+    "addmm of a matrix": (torch.addmm, (drawn(T, C, seed=3), X, W)),
     "baddbmm": (torch.baddbmm, (drawn(6, 256, 256), drawn(6, 256, 64), drawn(6, 64, 256, seed=1))),
     "einsum": (
         lambda a, b: torch.einsum("bhid,bhjd->bhij", a, b), (drawn(2, 3, 128, 64), drawn(2, 3, 128, 64, seed=1))
@@ -124,7 +129,7 @@ PRODUCTS = {
 
 
 #: Products that round before something is added to them or multiplies them.
-IN_PARTS = ("linear with bias, not contiguous", "matmul, broadcast", "addmm, alpha")
+IN_PARTS = ("linear with bias, not contiguous", "matmul, broadcast", "addmm, alpha", "baddbmm", "addmm of a matrix")
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
