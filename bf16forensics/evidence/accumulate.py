@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bf16forensics.evidence.gradient import GradientParts
+from bf16forensics.evidence.gradient import SummedParts
 from bf16forensics.evidence.series import SignedSeries
 from bf16forensics.evidence.summary import MaximaSummary, OutputSummary, RecordSummary
 
@@ -23,9 +23,9 @@ class SequenceEvidence:
     #: Position among all sequences, 0-based.
     sequence: int
     summary: RecordSummary
-    #: None without dO or X.
-    parts: GradientParts | None
-    #: float64 [G, D] sum of the keys over real positions, and their number.
+    #: None without dO or X. The matrices of single sequences lie in the `GradientStore`.
+    parts: SummedParts | None
+    #: float64 [H, D] sum of the mean keys as W_Q sees them, and their number; see `flat.flat_direction`.
     key_sum: np.ndarray
     key_count: int
     #: For each query head, names with positions of non-finite inputs; empty when finite.
@@ -75,7 +75,7 @@ class LayerAccumulator:
         self.nonfinite: list[tuple[str, ...]] = [()] * num_heads
 
     def add(self, evidence: SequenceEvidence) -> None:
-        """Adds one sequence; its gradients must be put into the `GradientStore` by the caller."""
+        """Adds one sequence."""
         self.num_sequences += 1
         summary = evidence.summary
         if summary.delta is not None:
@@ -125,10 +125,10 @@ class LayerAccumulator:
             sign_count=old.sign_count + new.sign_count,
         )
 
-    def _add_gradients(self, parts: GradientParts) -> None:
+    def _add_gradients(self, parts: SummedParts) -> None:
         names = ("full", "scores", "cast_ds", "cast_dq", "direction", "weight_sum", "weight_square_sum")
         if self.gradients is None:
-            self.gradients = GradientSums(**{name: np.array(getattr(parts, name)) for name in names})
+            self.gradients = GradientSums(**{name: getattr(parts, name).copy() for name in names})
             return
         for name in names:
             getattr(self.gradients, name)[...] += getattr(parts, name)

@@ -44,6 +44,7 @@ def head_evidence(
     nonfinite: tuple[str, ...],
     tests: DeltaTests = NOT_TESTED,
     steps: tuple[StepSpan, ...] = (),
+    ones_counted: bool = True,
 ) -> HeadEvidence:
     """Assembles one head.
 
@@ -57,6 +58,7 @@ def head_evidence(
         nonfinite: names of non-finite inputs of this head.
         tests: of its signed quantities, within the family of all heads.
         steps: the recorded steps in order.
+        ones_counted: whether P-bar = 1 marks the row maximum in the recipe.
     """
     forward = not _touched(nonfinite, ("q[", "k[", "v["))
     backward = delta_defined(nonfinite)
@@ -78,8 +80,8 @@ def head_evidence(
         delta_defect=signed(accumulator.defect, tests.defect),
         ds_row_sum=signed(accumulator.ds_row_sum, tests.ds_row_sum),
         output_err=_output(accumulator, head) if forward else _undefined_output(),
-        ones=_ones(maxima, head) if forward else Ones(fp32_exact=0, rounded=0, shared_maximum=0),
-        counts=_counts(maxima, head, forward, accumulator.has_delta and backward),
+        ones=_ones(maxima, head, forward) if ones_counted else None,
+        counts=_counts(maxima, head, forward, accumulator.has_delta and backward, ones_counted),
         pairs=int(maxima.pairs[head]),
         score_abs_max=float(maxima.score_abs_max[head]) if forward else math.nan,
         spectrum=spectrum,
@@ -97,7 +99,9 @@ def _touched(nonfinite: tuple[str, ...], tensors: tuple[str, ...]) -> bool:
     return any(name.startswith(tensors) for name in nonfinite)
 
 
-def _ones(maxima: MaximaSummary, head: int) -> Ones:
+def _ones(maxima: MaximaSummary, head: int, forward: bool) -> Ones:
+    if not forward:
+        return Ones(fp32_exact=0, rounded=0, shared_maximum=0)
     return Ones(
         fp32_exact=int(maxima.ones_fp32[head]),
         rounded=int(maxima.ones_rounded[head]),
@@ -105,7 +109,7 @@ def _ones(maxima: MaximaSummary, head: int) -> Ones:
     )
 
 
-def _counts(maxima: MaximaSummary, head: int, forward: bool, backward: bool) -> RowCounts:
+def _counts(maxima: MaximaSummary, head: int, forward: bool, backward: bool, ones_counted: bool) -> RowCounts:
     rows = int(maxima.rows[head]) if forward else 0
 
     def share(part: np.ndarray, whole: np.ndarray) -> float:
@@ -116,16 +120,16 @@ def _counts(maxima: MaximaSummary, head: int, forward: bool, backward: bool) -> 
 
     return RowCounts(
         rows=rows,
-        rows_repeated_max=count(maxima.rows_repeated),
-        rows_repeated_max_unlabelled=count(maxima.rows_repeated_unlabelled),
+        rows_repeated_max=count(maxima.rows_repeated) if ones_counted else None,
+        rows_repeated_max_unlabelled=count(maxima.rows_repeated_unlabelled) if ones_counted else None,
         rows_near_max=count(maxima.rows_near),
         rows_fully_masked=int(maxima.rows_fully_masked[head]),
         rows_padding=int(maxima.rows_padding[head]),
         rows_swamped=count(maxima.rows_swamped),
         swamped_power_share=share(maxima.defect_power_swamped, maxima.defect_power),
-        repeated_sum_share=share(maxima.defect_sum_repeated, maxima.defect_sum),
+        repeated_sum_share=share(maxima.defect_sum_repeated, maxima.defect_sum) if ones_counted else math.nan,
         sink_share=float(maxima.sink_sum[head]) / rows if rows else math.nan,
-        most_ones=count(maxima.most_ones),
+        most_ones=count(maxima.most_ones) if ones_counted else None,
     )
 
 

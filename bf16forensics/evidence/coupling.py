@@ -151,7 +151,7 @@ def gradient_coupling(
         tests: its tests.
         sums: the layer's sums of the parts that are not stored by sequence.
         head_in_layer: index of the head in `sums`.
-        key_mean: [D] mean key of its key/value head.
+        key_mean: [D] mean key as the head's W_Q sees it.
         steps: the recorded steps in order.
         functional_relative: see `functional.score_variance`; nan when not computed.
     """

@@ -35,6 +35,8 @@ def score_variance(record: AttentionRecord, moves: torch.Tensor) -> torch.Tensor
     num_keys, group = record.k.shape[1], heads // record.num_kv_heads
     k = record.k.repeat_interleave(group, 0)
     moved_q = record.geometry.scale * (record.x @ moves.float().transpose(-1, -2))
+    if record.query_path is not None:
+        moved_q = record.query_path.push_forward(moved_q).float()
     total = torch.zeros(moves.shape[:2], dtype=torch.float64)
     for start in range(0, queries, _ROWS):
         rows = (start, min(start + _ROWS, queries))

@@ -2,19 +2,21 @@
 
 With alpha the scale and everything but delta the same on both sides, dW_Q(hp) - dW_Q(lp) =
 alpha sum_T (delta_lp - delta_hp)[T] (P K)[T]^T X[T]. The parts below are all "lp minus hp", so the delta part enters
-with a minus sign. The gradient is local: dO is given, and an error that travels through dX is not in it.
+with a minus sign. The gradient is local: dO is given, and an error that travels through dX is not in it. Where q is
+more than W_Q x (QK-norm, rotation), every term is carried back through the derivative of q first.
 
 Shapes: H query heads, N queries, D head size, C width of X.
 
 Reference: arXiv 2510.04212, equation 2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from bf16forensics.attention.result import DeltaRows, QueryGradients
+from bf16forensics.capture.path import QueryPath
 
 
 def weight_gradient(dq: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +70,27 @@ class GradientParts:
     weight_square_sum: np.ndarray
 
 
-def gradient_parts(delta: DeltaRows, dq: QueryGradients, x: torch.Tensor) -> GradientParts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedParts:
+    """The parts of one sequence of which only the sum over the batch is wanted; fields as in `GradientParts`."""
+
+    full: np.ndarray
+    scores: np.ndarray
+    cast_ds: np.ndarray
+    cast_dq: np.ndarray
+    direction: np.ndarray
+    weight_sum: np.ndarray
+    weight_square_sum: np.ndarray
+
+
+def summed_parts(parts: GradientParts) -> SummedParts:
+    """Copies of what is to be summed, so that the memory of the rest can be given back."""
+    return SummedParts(**{field.name: np.array(getattr(parts, field.name)) for field in fields(SummedParts)})
+
+
+def gradient_parts(
+    delta: DeltaRows, dq: QueryGradients, x: torch.Tensor, path: QueryPath | None = None
+) -> GradientParts:
     """The telescope hp -> consistent -> recipe's delta -> dS cast -> dQ cast, as gradients of W_Q.
 
     Differences are taken in float64 before the products, which then run in FP32: their relative error of 1e-6 is far
@@ -78,6 +100,7 @@ def gradient_parts(delta: DeltaRows, dq: QueryGradients, x: torch.Tensor) -> Gra
         delta: delta and its errors.
         dq: dQ in stages.
         x: [N, C] input of the projection.
+        path: from the projection's output to q; None where they are the same.
     """
     defect_rows = -dq.carrier_lp * delta.defect[..., None]
     with_delta = dq.consistent + defect_rows
@@ -91,11 +114,16 @@ def gradient_parts(delta: DeltaRows, dq: QueryGradients, x: torch.Tensor) -> Gra
         dq.carrier_lp * delta.defect.abs()[..., None],
     )
     heads = dq.hp.shape[0]
-    products = weight_gradient(torch.cat([part.float() for part in rows]), x.float()).numpy()
+    stages = torch.stack([part.float() for part in rows])
+    carrier = dq.carrier_lp
+    if path is not None:
+        stages = path.pull_back(stages).float()
+        carrier = path.pull_back(carrier[None])[0].double()
+    products = weight_gradient(stages.flatten(0, 1), x.float()).numpy()
     hp, full, scores, defect, cast_ds, cast_dq, direction = (
         products[i * heads : (i + 1) * heads] for i in range(len(rows))
     )
-    weight = delta.defect.abs() * dq.carrier_lp.norm(dim=-1) * x.double().norm(dim=-1)
+    weight = delta.defect.abs() * carrier.norm(dim=-1) * x.double().norm(dim=-1)
     return GradientParts(
         hp=hp,
         total=scores + defect + cast_ds + cast_dq,

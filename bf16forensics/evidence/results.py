@@ -98,10 +98,10 @@ class RowCounts:
 
     #: Rows analysed (neither padding nor fully masked).
     rows: int
-    #: Rows with two or more P-bar = 1 after rounding to BF16.
-    rows_repeated_max: int
+    #: Rows with two or more P-bar = 1 after rounding to BF16; None where the recipe's anchor is not the row maximum.
+    rows_repeated_max: int | None
     #: Of these, rows whose label is ignored (their dO is usually 0).
-    rows_repeated_max_unlabelled: int
+    rows_repeated_max_unlabelled: int | None
     #: Rows with two or more keys within 1e-3 nats of the maximum.
     rows_near_max: int
     #: Real queries that see no key.
@@ -117,7 +117,7 @@ class RowCounts:
     #: Mean of P on the first visible key of a row.
     sink_share: float
     #: Largest number of P-bar = 1 (rounded) in one row.
-    most_ones: int
+    most_ones: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +242,8 @@ class HeadEvidence:
     #: Row sum of dS_lp before the scale (zero in exact arithmetic); None without dO.
     ds_row_sum: SignedStatistics | None
     output_err: OutputError
-    ones: Ones
+    #: None where the recipe's anchor is not the row maximum, so that P-bar = 1 says nothing.
+    ones: Ones | None
     counts: RowCounts
     #: Visible (query, key) pairs.
     pairs: int

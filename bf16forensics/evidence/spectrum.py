@@ -41,8 +41,11 @@ def query_key_norm(w_q: torch.Tensor, w_k: torch.Tensor) -> float:
         w_k: [D, C].
 
     Returns:
-        The norm; nan if any entry is NaN or Inf.
+        The norm; nan if any entry is NaN or Inf, and where the two have other inputs or head sizes (a low-rank key
+        path), so that no such product exists.
     """
+    if w_q.shape != w_k.shape:
+        return math.nan
     if not (torch.isfinite(w_q).all() and torch.isfinite(w_k).all()):
         return math.nan
     # W_Q^T W_K = Q_q R_q R_k^T Q_k^T with orthonormal Q: its singular values are those of the small R_q R_k^T.

@@ -1,6 +1,7 @@
 """Collecting the sequences' evidence, layer by layer, and turning it into heads with family-wise tests."""
 
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,6 +16,7 @@ from bf16forensics.evidence.assemble import DeltaTests, delta_defined, head_evid
 from bf16forensics.evidence.coupling import NOT_TESTED, StepSpan, family_tests, gradient_coupling, head_grams
 from bf16forensics.evidence.finite import nonfinite_weights
 from bf16forensics.evidence.functional import score_variance
+from bf16forensics.evidence.gradient import GradientParts, SummedParts, summed_parts
 from bf16forensics.evidence.results import GradientCoupling, HeadEvidence
 from bf16forensics.evidence.spectrum import layer_spectra
 from bf16forensics.evidence.statistics import sum_tests
@@ -25,10 +27,17 @@ _MOST_NAMES = 8
 
 
 class Collector:
-    """Running statistics of all layers; sequences are added in order."""
+    """Running statistics of all layers; sequences are added in order, their gradients kept as they are computed."""
 
-    def __init__(self, source: RecordSource, workers: int = 1) -> None:
-        """Args: source, whose shape bounds what can be added; workers, threads that `heads` may use."""
+    def __init__(self, source: RecordSource, workers: int = 1, *, ones_counted: bool = True) -> None:
+        """Starts empty.
+
+        Args:
+            source: its shape bounds what can be added.
+            workers: threads that `heads` may use.
+            ones_counted: whether P-bar = 1 marks the row maximum in the recipe.
+        """
+        self._ones_counted = ones_counted
         self._source = source
         self._workers = workers
         self._shape = source.shape
@@ -36,20 +45,26 @@ class Collector:
         max_rows = shape.num_sequences * shape.num_queries
         self._layers = [LayerAccumulator(shape.num_heads, max_rows) for _ in range(shape.num_layers)]
         self._store: GradientStore | None = None
+        self._store_lock = threading.Lock()
         self.num_sequences = 0
 
-    def add(self, sequence: int, layers: tuple[SequenceEvidence, ...]) -> None:
-        """Adds one sequence's evidence of every layer."""
+    def keep_gradients(self, layer: int, sequence: int, parts: GradientParts) -> SummedParts:
+        """Stores the gradients of one layer of one sequence; returns what its evidence still has to carry.
+
+        Any thread may call it, for sequences in any order: gradients of sequences that are never added are not used.
+        """
         heads = self._shape.num_heads
+        with self._store_lock:
+            if self._store is None:
+                size = int(np.prod(parts.hp.shape[1:]))
+                self._store = GradientStore(heads * len(self._layers), self._shape.num_sequences, size)
+        self._store.put(slice(layer * heads, (layer + 1) * heads), sequence, parts.hp, parts.defect, parts.total)
+        return summed_parts(parts)
+
+    def add(self, layers: tuple[SequenceEvidence, ...]) -> None:
+        """Adds one sequence's evidence of every layer."""
         for evidence in layers:
             self._layers[evidence.layer].add(evidence)
-            if evidence.parts is None:
-                continue
-            if self._store is None:
-                size = int(np.prod(evidence.parts.hp.shape[1:]))
-                self._store = GradientStore(heads * len(self._layers), self._shape.num_sequences, size)
-            span = slice(evidence.layer * heads, (evidence.layer + 1) * heads)
-            self._store.put(span, sequence, evidence.parts.hp, evidence.parts.defect, evidence.parts.total)
         self.num_sequences += 1
 
     def heads(self, probes: tuple[AttentionRecord, ...]) -> tuple[HeadEvidence, ...]:
@@ -81,6 +96,7 @@ class Collector:
                         nonfinite[layer][head],
                         tests.get(layer * shape.num_heads + head, UNTESTED_DELTA),
                         steps,
+                        self._ones_counted,
                     )
                 )
         return tuple(found)
@@ -132,7 +148,6 @@ class Collector:
         family = [index for index, gram in grams.items() if gram.finite]
         tests = dict(zip(family, family_tests([grams[index] for index in family]), strict=True))
         functional = self._functional(probes, n)
-        group = heads // self._shape.num_kv_heads
         found: dict[int, GradientCoupling] = {}
         for index, gram in grams.items():
             layer, head = divmod(index, heads)
@@ -146,7 +161,7 @@ class Collector:
                 tests.get(index, NOT_TESTED),
                 accumulator.gradients,
                 head,
-                accumulator.key_sum[head // group] / max(accumulator.key_count, 1),
+                accumulator.key_sum[head] / max(accumulator.key_count, 1),
                 steps,
                 functional.get(index, math.nan),
             )

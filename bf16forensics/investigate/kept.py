@@ -39,7 +39,8 @@ def _kept(records: list[AttentionRecord], head: int, weights: LayerWeights, reci
     first = records[0]
     kv = head // (first.num_heads // first.num_kv_heads)
     do = [record.do[head] for record in records if record.do is not None]
-    x = [record.x for record in records if record.x is not None]
+    # Behind a rotation or a norm X alone does not give the gradient of W_Q, and a reader of the file could not tell.
+    x = [record.x for record in records if record.x is not None and record.query_path is None]
     geometries = [record.geometry for record in records]
     return KeptRecord(
         name=f"L{first.layer}.H{head}",
@@ -61,21 +62,24 @@ def _kept(records: list[AttentionRecord], head: int, weights: LayerWeights, reci
         window=first.geometry.window,
         softcap=first.geometry.softcap,
         mask=_mask(geometries, head),
-        key_padding=_joined([geometry.key_padding for geometry in geometries]),
-        document_ids=_joined([geometry.document_ids for geometry in geometries]),
+        key_padding=_joined([geometry.key_padding for geometry in geometries], True),
+        document_ids=_joined([geometry.document_ids for geometry in geometries], 0),
     )
 
 
-def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+def _joined(parts: list[torch.Tensor | None], absent: float) -> torch.Tensor | None:
+    """All sequences' parts as one tensor; None where no sequence has one, `absent` everywhere in those that lack it."""
     present = [part for part in parts if part is not None]
-    return torch.stack(present) if present else None
+    if not present:
+        return None
+    return torch.stack([torch.full_like(present[0], absent) if part is None else part for part in parts])
 
 
 def _mask(geometries: list[Geometry], head: int) -> torch.Tensor | None:
     """Visibility and bias of one head as one mask: additive as soon as there is a bias, -inf where hidden."""
     own = [geometry.for_heads(slice(head, head + 1)) for geometry in geometries]
-    keep = _joined([None if geometry.keep is None else geometry.keep[0] for geometry in own])
-    bias = _joined([None if geometry.bias is None else geometry.bias[0] for geometry in own])
+    keep = _joined([None if geometry.keep is None else geometry.keep[0] for geometry in own], True)
+    bias = _joined([None if geometry.bias is None else geometry.bias[0] for geometry in own], 0)
     if bias is None or keep is None:
         return keep if bias is None else bias
     return bias.masked_fill(~keep, -torch.inf)

@@ -12,34 +12,20 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bf16forensics.attention.dual import dual_pass
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.capture.source import RecordSource, SourceShape
 from bf16forensics.emulate.strict import require_ieee, single_thread, strict_fp32
-from bf16forensics.evidence.accumulate import SequenceEvidence
-from bf16forensics.evidence.finite import make_finite
-from bf16forensics.evidence.gradient import gradient_parts
+from bf16forensics.evidence.observe_results import Observation
 from bf16forensics.evidence.results import HeadEvidence
-from bf16forensics.evidence.summary import summarise
 from bf16forensics.investigate.collect import Collector
 from bf16forensics.investigate.interrupts import interrupts_deferred
-from bf16forensics.recipe.model import Recipe
+from bf16forensics.investigate.observe import ObservationCollector, observe_options
+from bf16forensics.investigate.sequence import LocalizeOptions, SequenceDone, SequenceWork
 
 #: Sequences whose records stay in memory: for the functional figure and for the case.
 PROBE_SEQUENCES = 4
 #: Bytes of records held at most; at least one sequence is always held.
 PROBE_BUDGET_BYTES = 512 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalizeOptions:
-    """How to run; nothing here changes a result except the recipe and the reference."""
-
-    recipe: Recipe
-    #: "fp32" or "fp64".
-    reference: str
-    #: Sequences computed at once; None takes one a processor core that this process may use.
-    workers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +51,8 @@ class HeadsFound:
     interrupted: bool
     #: Records of the first sequences, in order.
     probes: tuple[AttentionRecord, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SequenceDone:
-    loss: float | None
-    layers: tuple[SequenceEvidence, ...]
-    probes: tuple[AttentionRecord, ...]
-    capture_s: float
-    evidence_s: float
+    #: None unless asked for.
+    observation: Observation | None
 
 
 def find_heads(
@@ -104,7 +83,9 @@ def find_heads(
     shape = source.shape
     require_ieee()
     workers = options.workers or _usable_cores()
-    collector = Collector(source, workers)
+    collector = Collector(source, workers, ones_counted=options.recipe.anchored_at_maximum)
+    observe = observe_options(shape, options.recipe, options.reference) if options.observe else None
+    observed = None if observe is None else ObservationCollector(observe)
     probes = _ProbeKeeper(shape)
     losses: list[float] = []
     work = [0.0, 0.0]
@@ -120,15 +101,19 @@ def find_heads(
             analysis_s=time.perf_counter() - started,
             interrupted=interrupted,
             probes=probes.records,
+            observation=None if observed is None else observed.result(),
         )
 
     interrupted = False
     with strict_fp32(), single_thread():
-        results = _run_in_order(source, options, probes, min(workers, max(shape.num_sequences, 1)))
+        job = SequenceWork(source=source, options=options, keep_gradients=collector.keep_gradients, observe=observe)
+        results = _run_in_order(job, probes, shape.num_sequences, min(workers, max(shape.num_sequences, 1)))
         try:
             for index, done in enumerate(results):
                 with interrupts_deferred():
-                    collector.add(index, done.layers)
+                    collector.add(done.layers)
+                    if observed is not None:
+                        observed.add(done.observed)
                     probes.keep(done.probes)
                     if done.loss is not None:
                         losses.append(done.loss)
@@ -155,18 +140,17 @@ def _usable_cores() -> int:
 
 
 def _run_in_order(
-    source: RecordSource, options: LocalizeOptions, probes: "_ProbeKeeper", workers: int
-) -> Generator[_SequenceDone, None, None]:
+    work: SequenceWork, probes: "_ProbeKeeper", num_sequences: int, workers: int
+) -> Generator[SequenceDone, None, None]:
     """Yields finished sequences in their order, computing at most two a worker ahead of what was consumed."""
     stop = threading.Event()
-    num_sequences = source.shape.num_sequences
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="sequence") as pool:
-        pending: deque[Future[_SequenceDone]] = deque()
+        pending: deque[Future[SequenceDone]] = deque()
         following = 0
         try:
             while pending or following < num_sequences:
                 while following < num_sequences and len(pending) < 2 * workers:
-                    pending.append(pool.submit(_sequence, source, options, following, probes.wants(following), stop))
+                    pending.append(pool.submit(work.run, following, probes.wants(following), stop))
                     following += 1
                 yield pending.popleft().result()
         finally:
@@ -175,60 +159,13 @@ def _run_in_order(
                 future.cancel()
 
 
-def _sequence(
-    source: RecordSource, options: LocalizeOptions, sequence: int, keep: bool, stop: threading.Event
-) -> _SequenceDone:
-    losses: list[float] = []
-    layers: list[SequenceEvidence] = []
-    kept: list[AttentionRecord] = []
-    capture_s = evidence_s = 0.0
-    with strict_fp32(), single_thread():
-        before = time.perf_counter()
-        for record in source.records(sequence, losses.append):
-            captured = time.perf_counter()
-            capture_s += captured - before
-            if stop.is_set():
-                raise InterruptedError("stopped")
-            layers.append(_evidence(record, options))
-            if keep:
-                kept.append(record)
-            before = time.perf_counter()
-            evidence_s += before - captured
-    return _SequenceDone(
-        loss=losses[0] if losses else None,
-        layers=tuple(layers),
-        probes=tuple(kept),
-        capture_s=capture_s,
-        evidence_s=evidence_s,
-    )
-
-
-def _evidence(raw: AttentionRecord, options: LocalizeOptions) -> SequenceEvidence:
-    finite = make_finite(raw)
-    record = finite.record
-    dual = dual_pass(record, options.recipe, options.reference)
-    parts = None
-    if dual.delta is not None and dual.dq is not None and record.x is not None:
-        parts = gradient_parts(dual.delta, dual.dq, record.x)
-    real = record.geometry.key_padding
-    keys = record.k if real is None else record.k * real[None, :, None]
-    return SequenceEvidence(
-        layer=record.layer,
-        sequence=record.sequence,
-        summary=summarise(record, dual, options.recipe.o),
-        parts=parts,
-        key_sum=keys.sum(1).double().numpy(),
-        key_count=record.k.shape[1] if real is None else int(real.sum()),
-        nonfinite=finite.nonfinite,
-    )
-
-
 class _ProbeKeeper:
     """Holds the records of the first sequences within a budget."""
 
     def __init__(self, shape: SourceShape) -> None:
+        # Beside q, k, v and dO a record may hold the graph from the projection to q, about four tensors of its size.
         per_record = shape.num_queries * (
-            2 * shape.head_size * (shape.num_heads + shape.num_kv_heads) + (shape.width or 0)
+            2 * shape.head_size * (3 * shape.num_heads + shape.num_kv_heads) + (shape.width or 0)
         )
         per_sequence = 4 * per_record * shape.num_layers
         self._count = max(1, min(PROBE_SEQUENCES, PROBE_BUDGET_BYTES // max(per_sequence, 1)))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from bf16forensics.evidence.observe_results import Observation
 from bf16forensics.evidence.results import HeadEvidence
 from bf16forensics.load.files import FileFacts
 from bf16forensics.recipe.model import Recipe
@@ -29,10 +30,10 @@ class LocalizeResult:
     recipe: Recipe
     #: "fp32" or "fp64".
     reference: str
-    #: "fp32" for a captured model; None for records.
+    #: "amp-bf16" or "fp32" for a captured model; None for records.
     activations: str | None
     inputs: tuple[FileFacts, ...]
-    #: "nanogpt" or "record".
+    #: "nanogpt", "hf" or "record".
     kind: str
     #: Geometry in words for the header, e.g. "6 layers, 6 heads, head size 64, width 384".
     shape: str
@@ -45,6 +46,8 @@ class LocalizeResult:
     window: int | None
     softcap: float | None
     causal: bool
+    #: Window of each layer, None for full attention; `window` is None where they differ.
+    layer_windows: tuple[int | None, ...]
     #: Sequences analysed, sequences asked for (more after an interruption or an early decision), tokens a sequence.
     sequences: int
     sequences_planned: int
@@ -55,6 +58,10 @@ class LocalizeResult:
     step_sequences: int
     #: Mean loss over the sequences; nan for records.
     loss: float
+    #: Why no head can have a dO or a delta, in words ("no output head: ..."); None where nothing stands in the way.
+    no_gradient: str | None
+    #: True when the checkpoint itself lacks what a gradient needs: an input error beside the forward evidence.
+    no_output_head: bool
     heads: tuple[HeadEvidence, ...]
     #: Attention tensors of the input that the analysis did not use.
     unused_tensors: tuple[str, ...]
@@ -63,3 +70,5 @@ class LocalizeResult:
     #: True when the run was stopped by the user before all sequences were done.
     interrupted: bool
     timing: Timing
+    #: The observation of the paper's appendix D; None unless asked for.
+    observation: Observation | None = None

@@ -138,10 +138,10 @@ def test_a_signal_in_the_middle_of_an_update_waits_for_its_end(
 ) -> None:
     original = Collector.add
 
-    def interrupted(self: Collector, sequence: int, layers: Any) -> None:
-        if sequence == 1:
+    def interrupted(self: Collector, layers: Any) -> None:
+        if self.num_sequences == 1:
             signal.raise_signal(signal.SIGINT)
-        original(self, sequence, layers)
+        original(self, layers)
 
     monkeypatch.setattr(Collector, "add", interrupted)
     found = find_heads(make_source(), options())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from bf16forensics.capture.path import QueryPath
 from bf16forensics.geometry.geometry import Geometry
 from bf16forensics.investigate.kept import kept_records
 from bf16forensics.recipe.presets import FA2
@@ -36,6 +37,31 @@ def test_tensors_are_those_of_the_head_and_its_keys(make_source: Make) -> None:
     assert torch.equal(first.w_k, source.layer_weights[1].w_k[1])
     assert (first.mask, first.key_padding, first.document_ids) == (None, None, None)
     assert (first.causal, first.window, first.softcap) == (True, None, None)
+
+
+def test_x_is_left_out_where_it_does_not_lead_to_w_q_by_itself(make_source: Make) -> None:
+    source = make_source()
+    for sequence in range(4):
+        raw = torch.zeros(20, 16, requires_grad=True)
+        path = QueryPath(
+            raw=raw, query=raw.unflatten(-1, (2, 8)).transpose(0, 1) * 2, columns=torch.arange(16).view(2, 8)
+        )
+        source.change(0, sequence, query_path=path)
+    rotated, plain = kept(source, [(0, 1), (1, 1)])
+    assert rotated.x is None
+    assert plain.x is not None
+
+
+def test_a_mask_of_some_sequences_hides_nothing_in_the_others(make_source: Make) -> None:
+    source = make_source()
+    real = torch.arange(20) >= 3
+    source.change(0, 1, geometry=Geometry(scale=0.5, key_padding=real, document_ids=torch.arange(20) // 5))
+    source.change(0, 0, geometry=Geometry(scale=0.5, keep=torch.zeros(1, 20, 20, dtype=torch.bool)))
+    (found,) = kept(source, [(0, 1)])
+    assert torch.equal(found.key_padding, torch.stack([torch.ones_like(real), real]))
+    assert torch.equal(found.document_ids, torch.stack([torch.zeros(20, dtype=torch.int64), torch.arange(20) // 5]))
+    assert not found.mask[0].any()
+    assert found.mask[1].all()
 
 
 def test_unknown_tensors_stay_unknown(make_source: Make) -> None:

@@ -1,0 +1,123 @@
+"""One sequence of a run: its records through the dual pass, to the evidence of every layer. Runs in a worker thread."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bf16forensics.attention.dual import dual_pass
+from bf16forensics.capture.record import AttentionRecord
+from bf16forensics.capture.source import RecordSource
+from bf16forensics.emulate.strict import single_thread, strict_fp32
+from bf16forensics.evidence.accumulate import SequenceEvidence
+from bf16forensics.evidence.finite import make_finite
+from bf16forensics.evidence.flat import flat_direction
+from bf16forensics.evidence.gradient import GradientParts, SummedParts, gradient_parts
+from bf16forensics.evidence.observe import ObserveOptions, SequenceObservation, observe_sequence
+from bf16forensics.evidence.summary import summarise
+from bf16forensics.investigate.memory import give_memory_back
+from bf16forensics.recipe.model import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalizeOptions:
+    """How to run; nothing here changes a result except the recipe and the reference."""
+
+    recipe: Recipe
+    #: "fp32" or "fp64".
+    reference: str
+    #: Sequences computed at once; None takes one a processor core that this process may use.
+    workers: int | None = None
+    #: Whether to make the observation of the paper's appendix D as well.
+    observe: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceDone:
+    """What one finished sequence contributes."""
+
+    #: None where there is no loss.
+    loss: float | None
+    layers: tuple[SequenceEvidence, ...]
+    #: Empty unless asked for.
+    observed: tuple[SequenceObservation, ...]
+    #: Its records, where they are to be kept.
+    probes: tuple[AttentionRecord, ...]
+    capture_s: float
+    evidence_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceWork:
+    """What every sequence of a run is put through."""
+
+    source: RecordSource
+    options: LocalizeOptions
+    #: Takes layer, sequence and gradients; see `Collector.keep_gradients`.
+    keep_gradients: Callable[[int, int, GradientParts], SummedParts]
+    #: None for no observation.
+    observe: ObserveOptions | None
+
+    def run(self, sequence: int, keep: bool, stop: threading.Event) -> SequenceDone:
+        """Computes one sequence.
+
+        Args:
+            sequence: its number.
+            keep: whether to hand out its records.
+            stop: set when nobody waits for the result any more.
+
+        Raises:
+            InterruptedError: `stop` was set.
+        """
+        losses: list[float] = []
+        layers: list[SequenceEvidence] = []
+        observed: list[SequenceObservation] = []
+        kept: list[AttentionRecord] = []
+        capture_s = evidence_s = 0.0
+        with strict_fp32(), single_thread():
+            before = time.perf_counter()
+            for record in self.source.records(sequence, losses.append):
+                captured = time.perf_counter()
+                capture_s += captured - before
+                if stop.is_set():
+                    raise InterruptedError("stopped")
+                evidence, observation = self._evidence(record)
+                layers.append(evidence)
+                if observation is not None:
+                    observed.append(observation)
+                if keep:
+                    kept.append(record)
+                before = time.perf_counter()
+                evidence_s += before - captured
+        give_memory_back()
+        return SequenceDone(
+            loss=losses[0] if losses else None,
+            layers=tuple(layers),
+            observed=tuple(observed),
+            probes=tuple(kept),
+            capture_s=capture_s,
+            evidence_s=evidence_s,
+        )
+
+    def _evidence(self, raw: AttentionRecord) -> tuple[SequenceEvidence, SequenceObservation | None]:
+        finite = make_finite(raw)
+        record = finite.record
+        dual = dual_pass(record, self.options.recipe, self.options.reference)
+        parts = None
+        if dual.delta is not None and dual.dq is not None and record.x is not None:
+            whole = gradient_parts(dual.delta, dual.dq, record.x, record.query_path)
+            parts = self.keep_gradients(record.layer, record.sequence, whole)
+        key_sum, key_count = flat_direction(record)
+        evidence = SequenceEvidence(
+            layer=record.layer,
+            sequence=record.sequence,
+            summary=summarise(record, dual, self.options.recipe.o),
+            parts=parts,
+            key_sum=key_sum,
+            key_count=key_count,
+            nonfinite=finite.nonfinite,
+        )
+        observation = None
+        if self.observe is not None:
+            observation = observe_sequence(record, dual, self.observe, finite.nonfinite)
+        return evidence, observation
