@@ -18,6 +18,8 @@ BUNDLED = Path(bf16forensics.__file__).parent / "demo"
 TOKENS = "tokens.bin"
 INDICES = "indices.txt"
 _REFERENCE = "fp64"
+#: What localize computes in unless it is told otherwise.
+_ACTIVATIONS = "amp-bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class Twin:
         from bf16forensics.recipe.derive import resolve
 
         started = time.perf_counter()
+        recipe = resolve("fa2")
         checkpoint, tokens, indices = (_shown(directory / name) for name in (self.checkpoint, TOKENS, INDICES))
         given = ModelInput(
             checkpoint=checkpoint,
@@ -55,17 +58,19 @@ class Twin:
             sequences=None,
             first_step=None,
             n_head=None,
-            activations="fp32",
+            activations=_ACTIVATIONS,
+            recipe=recipe,
         )
         opened = open_source(given, None)
         files = (str(checkpoint), "--batch", str(tokens), "--indices", str(indices))
         return LocalizeRun(
             opened=opened,
-            recipe=resolve("fa2"),
+            recipe=recipe,
             reference=_REFERENCE,
             step_sequences=None,
             threads=threads,
             until_decided=False,
+            observe=False,
             load_s=time.perf_counter() - started,
             command=("bf16forensics", "localize", *files, "--reference", _REFERENCE),
         )

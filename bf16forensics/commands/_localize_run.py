@@ -50,6 +50,8 @@ class LocalizeRun:
     step_sequences: int | None
     threads: int | None
     until_decided: bool
+    #: Whether to make the observation of the paper's appendix D as well.
+    observe: bool
     load_s: float
     #: Command line for the report.
     command: tuple[str, ...]
@@ -115,7 +117,9 @@ class LocalizeRun:
 
             return find_heads(
                 self.opened.source,
-                LocalizeOptions(recipe=self.recipe, reference=self.reference, workers=self.threads),
+                LocalizeOptions(
+                    recipe=self.recipe, reference=self.reference, workers=self.threads, observe=self.observe
+                ),
                 on_progress,
                 self._is_decided if self.until_decided else None,
             )
@@ -144,19 +148,23 @@ class LocalizeRun:
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
             scale=opened.scale,
-            window=opened.window,
+            window=opened.layer_windows[0] if len(set(opened.layer_windows)) == 1 else None,
             softcap=opened.softcap,
             causal=opened.causal,
+            layer_windows=opened.layer_windows,
             sequences=found.sequences,
             sequences_planned=shape.num_sequences,
             tokens=shape.num_queries,
             steps=tuple(dict.fromkeys(shape.steps[: found.sequences])),
             step_sequences=self.step_sequences or shape.step_sequences,
             loss=found.loss,
+            no_gradient=opened.no_gradient or self._forward_only(),
+            no_output_head=opened.no_output_head,
             heads=found.heads,
             unused_tensors=opened.unused_tensors,
             notes=opened.notes,
             interrupted=found.interrupted,
+            observation=found.observation,
             timing=Timing(
                 load_s=self.load_s,
                 capture_s=found.analysis_s * share,
@@ -165,6 +173,11 @@ class LocalizeRun:
                 peak_rss_bytes=_peak_rss_bytes(),
             ),
         )
+
+    def _forward_only(self) -> str | None:
+        if self.recipe.passes == "both":
+            return None
+        return f"recipe {self.recipe.name} is a forward pass only: outputs were compared, gradients were not"
 
     def _kept(self, found: "HeadsFound", judgement: "Judgement") -> tuple["KeptRecord", ...]:
         from bf16forensics.investigate.kept import kept_records

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from bf16forensics.errors import InputError
 
 if TYPE_CHECKING:
+    from bf16forensics.capture.activations import Activations
     from bf16forensics.capture.source import RecordSource
+    from bf16forensics.load.batch import RecordedBatch
     from bf16forensics.load.files import FileFacts
+    from bf16forensics.recipe.model import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,12 @@ class ModelInput:
     sequences: int | None
     first_step: int | None
     n_head: int | None
+    #: "amp-bf16" or "fp32".
     activations: str
+    #: Recipe of the run: the attention of a mixed-precision model runs by it.
+    recipe: "Recipe"
+    #: Whether pytorch_model.bin files may be read.
+    allow_bin: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +53,18 @@ class Opened:
     """A source and what is to be said about it."""
 
     source: "RecordSource"
-    #: "nanogpt" or "record".
+    #: "nanogpt", "hf" or "record".
     kind: str
     shape: str
     activations: str | None
     scale: float
     causal: bool
-    window: int | None
+    #: Window of each layer; None for full attention.
+    layer_windows: tuple[int | None, ...]
     softcap: float | None
+    #: Why there can be no gradient; None where nothing stands in the way.
+    no_gradient: str | None
+    no_output_head: bool
     files: "tuple[FileFacts, ...]"
     notes: tuple[str, ...]
     unused_tensors: tuple[str, ...]
@@ -88,59 +100,116 @@ def open_source(model: ModelInput | None, record: RecordInput | None) -> Opened:
 
 
 def open_model(given: ModelInput) -> Opened:
-    """Loads a checkpoint and its batch.
+    """Loads a checkpoint and its batch: a Hugging Face directory, or a nanoGPT file.
 
     Raises:
         InputError: either cannot be used.
     """
-    from bf16forensics.capture.nanogpt import NanoGPTCapture
-    from bf16forensics.capture.nanogpt_source import NanoGPTSource
-    from bf16forensics.load.batch import load_token_batch
-    from bf16forensics.load.files import FileFacts
-    from bf16forensics.load.nanogpt import load_nanogpt
-    from bf16forensics.load.tensor_batch import load_tensor_batch
-
     if given.batch is None:
         raise InputError("--batch FILE is missing: the recorded batch the checkpoint is run on")
-    checkpoint = load_nanogpt(given.checkpoint, n_head=given.n_head)
-    config = checkpoint.config
+    if given.checkpoint.is_dir():
+        return _open_hf(given)
+    return _open_nanogpt(given)
+
+
+def _activations(given: ModelInput) -> "Activations":
+    from bf16forensics.attention.recipe_attention import RecipeAttention
+    from bf16forensics.capture.activations import AmpActivations, Fp32Activations
+
+    if given.activations == "fp32":
+        return Fp32Activations()
+    return AmpActivations(by_recipe=RecipeAttention(given.recipe))
+
+
+def _batch(given: ModelInput, block_size: int, vocab_size: int, iter_num: int | None) -> "RecordedBatch":
+    from bf16forensics.load.batch import load_token_batch
+    from bf16forensics.load.tensor_batch import load_tensor_batch
+
+    batch = given.batch
+    if batch is None:
+        raise InputError("--batch FILE is missing")
     if given.indices is not None:
-        batch = load_token_batch(
-            given.batch,
+        return load_token_batch(
+            batch,
             given.indices,
             lines=parse_lines(given.lines),
             sequences=given.sequences,
-            block_size=config.block_size,
-            vocab_size=config.vocab_size,
-            iter_num=checkpoint.iter_num,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            iter_num=iter_num,
             first_step=given.first_step,
         )
-    else:
-        if given.lines is not None:
-            raise InputError("--lines chooses lines of an index file; give --indices FILE")
-        if given.batch.suffix == ".bin":
-            raise InputError(f"{given.batch}: a token file says nothing about its batches; give --indices FILE too")
-        batch = load_tensor_batch(
-            given.batch, block_size=config.block_size, vocab_size=config.vocab_size, sequences=given.sequences
-        )
+    if given.lines is not None:
+        raise InputError("--lines chooses lines of an index file; give --indices FILE")
+    if batch.suffix == ".bin":
+        raise InputError(f"{batch}: a token file says nothing about its batches; give --indices FILE too")
+    return load_tensor_batch(batch, block_size=block_size, vocab_size=vocab_size, sequences=given.sequences)
+
+
+def _open_nanogpt(given: ModelInput) -> Opened:
+    from bf16forensics.capture.nanogpt import NanoGPTCapture
+    from bf16forensics.capture.nanogpt_source import NanoGPTSource
+    from bf16forensics.load.files import FileFacts
+    from bf16forensics.load.nanogpt import load_nanogpt
+
+    if given.allow_bin:
+        raise InputError("--allow-bin goes with a Hugging Face directory only; leave it out")
+    checkpoint = load_nanogpt(given.checkpoint, n_head=given.n_head)
+    config = checkpoint.config
+    batch = _batch(given, config.block_size, config.vocab_size, checkpoint.iter_num)
     head_size = config.n_embd // config.n_head
     facts = FileFacts(
         role="checkpoint", path=checkpoint.path, size_bytes=checkpoint.size_bytes, sha256=checkpoint.sha256
     )
-    source = NanoGPTSource(capture=NanoGPTCapture(checkpoint=checkpoint, activations=given.activations), batch=batch)
+    capture = NanoGPTCapture(checkpoint=checkpoint, activations=_activations(given))
     return Opened(
-        source=source,
+        source=NanoGPTSource(capture=capture, batch=batch),
         kind="nanogpt",
         shape=f"nanoGPT, {config.n_layer} layers, {config.n_head} heads, head size {head_size}, "
         f"width {config.n_embd}, weights {checkpoint.weight_dtype}",
         activations=given.activations,
         scale=1.0 / math.sqrt(head_size),
         causal=True,
-        window=None,
+        layer_windows=(None,) * config.n_layer,
         softcap=None,
+        no_gradient=None,
+        no_output_head=False,
         files=(facts, *batch.files),
         notes=(*checkpoint.notes, *batch.notes),
         unused_tensors=checkpoint.unused_tensors,
+    )
+
+
+def _open_hf(given: ModelInput) -> Opened:
+    from bf16forensics.capture.hf.capture import hf_capture
+    from bf16forensics.capture.hf.model import load_hf_model
+    from bf16forensics.capture.hf.source import HFSource
+
+    if given.n_head is not None:
+        raise InputError("--n-head goes with a bare nanoGPT state dict only: config.json says it; leave it out")
+    model = load_hf_model(given.checkpoint, allow_bin=given.allow_bin)
+    positions, entries = model.config.max_position_embeddings, model.config.vocab_size
+    batch = _batch(given, positions, entries, None)
+    source = HFSource(capture=hf_capture(model, _activations(given)), batch=batch)
+    scales = source.layer_scales
+    notes = source.notes
+    if len(set(scales)) > 1:
+        notes = (*notes, f"the softmax scale differs by layer, from {min(scales):g} to {max(scales):g}")
+    missing = None if model.has_output_head else f"no output head: {given.checkpoint} holds no lm_head and ties none"
+    return Opened(
+        source=source,
+        kind="hf",
+        shape=source.shape_words,
+        activations=given.activations,
+        scale=scales[0],
+        causal=source.causal,
+        layer_windows=source.layer_windows,
+        softcap=source.softcap,
+        no_gradient=missing,
+        no_output_head=not model.has_output_head,
+        files=(*model.directory.files, *batch.files),
+        notes=notes,
+        unused_tensors=model.unused_tensors,
     )
 
 
@@ -172,8 +241,10 @@ def open_record(given: RecordInput) -> Opened:
         activations=None,
         scale=source.scale,
         causal=given.causal,
-        window=given.window,
+        layer_windows=(given.window,),
         softcap=given.softcap,
+        no_gradient=None,
+        no_output_head=False,
         files=(raw.facts,),
         notes=raw.notes,
         unused_tensors=raw.unused_tensors,

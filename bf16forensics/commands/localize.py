@@ -14,7 +14,7 @@ from bf16forensics.errors import InputError
 
 #: Options that only one of the two kinds of input has.
 _RECORD_OPTIONS = ("layout", "dtype", "causal", "window", "softcap", "scale")
-_MODEL_OPTIONS = ("batch", "indices", "lines", "first_step", "n_head")
+_MODEL_OPTIONS = ("batch", "indices", "lines", "first_step", "n_head", "activations", "allow_bin")
 
 
 class Reference(StrEnum):
@@ -27,6 +27,7 @@ class Reference(StrEnum):
 class Activations(StrEnum):
     """What the captured model computes in."""
 
+    AMP_BF16 = "amp-bf16"
     FP32 = "fp32"
 
 
@@ -48,7 +49,7 @@ class Storage(StrEnum):
 def localize(
     context: typer.Context,
     checkpoint: Annotated[
-        Path | None, typer.Argument(metavar="CKPT", help="nanoGPT checkpoint.", show_default=False)
+        Path | None, typer.Argument(metavar="CKPT", help="nanoGPT file or Hugging Face directory.", show_default=False)
     ] = None,
     batch: Annotated[
         Path | None,
@@ -73,10 +74,18 @@ def localize(
         int | None,
         typer.Option(min=1, help="Heads, for a bare state dict that does not say."),
     ] = None,
-    activations: Annotated[Activations, typer.Option(help="What the captured model computes in.")] = Activations.FP32,
+    allow_bin: Annotated[
+        bool, typer.Option("--allow-bin", help="Read pytorch_model.bin where a directory has no safetensors.")
+    ] = False,
+    activations: Annotated[
+        Activations, typer.Option(help="What the captured model computes in.")
+    ] = Activations.AMP_BF16,
     until_decided: Annotated[
         bool,
         typer.Option("--until-decided", help="Stop at the first step after which no head is undecided."),
+    ] = False,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="How alike (PK)^T X is across tokens, and each repeated maximum.")
     ] = False,
     record: Annotated[
         Path | None,
@@ -142,6 +151,8 @@ def localize(
             first_step=first_step,
             n_head=n_head,
             activations=activations.value,
+            recipe=chosen,
+            allow_bin=allow_bin,
         ),
         None
         if record is None
@@ -163,6 +174,7 @@ def localize(
         step_sequences=step_sequences,
         threads=threads,
         until_decided=until_decided,
+        observe=observe,
         load_s=time.perf_counter() - started,
         command=("bf16forensics", *(context.obj or ())),
     )

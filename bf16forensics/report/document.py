@@ -11,6 +11,7 @@ from bf16forensics.evidence.results import ErrorStatistics, GradientCoupling, He
 from bf16forensics.investigate.result import LocalizeResult
 from bf16forensics.report.environment import Environment
 from bf16forensics.report.jsonio import SCHEMA_VERSION, plain
+from bf16forensics.report.observation import observation_json
 from bf16forensics.verdict.findings import HeadVerdict, Judgement
 from bf16forensics.verdict.words import head_name
 
@@ -57,6 +58,8 @@ def document(
         "not_checked": judgement.not_checked,
         "next_commands": judgement.next_commands,
     }
+    if result.observation is not None:
+        built["observation"] = observation_json(result.observation)
     return {key: plain(value) for key, value in built.items()}
 
 
@@ -80,7 +83,7 @@ def _environment(result: LocalizeResult, environment: Environment) -> dict[str, 
 def _inputs(result: LocalizeResult) -> dict[str, object]:
     names = (
         "kind activations shape num_layers num_heads num_kv_heads head_size scale causal window softcap sequences "
-        "sequences_planned interrupted tokens steps step_sequences loss notes"
+        "sequences_planned interrupted tokens steps step_sequences loss notes layer_windows no_gradient"
     ).split()
     return {"files": result.inputs, **{name: getattr(result, name) for name in names}}
 

@@ -159,7 +159,8 @@ def _output(result: LocalizeResult) -> Panel:
 
 def _repeated(result: LocalizeResult) -> Panel:
     def share(head: HeadEvidence) -> float:
-        return head.counts.rows_repeated_max / head.counts.rows if head.counts.rows else math.nan
+        repeated = head.counts.rows_repeated_max
+        return repeated / head.counts.rows if head.counts.rows and repeated is not None else math.nan
 
     values = 100 * _grid(result, share)
     end = next(end for end in (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0) if end >= min(_largest(values), 100.0))

@@ -39,7 +39,8 @@ _VERDICT_STYLES = {
 def header(result: LocalizeResult, width: int, glyphs: Glyphs) -> list[Line]:
     """What was read, and how it was computed."""
     recipe = result.recipe
-    words = recipe_words(recipe, result.head_size, p_bar=glyphs.p_bar, delta=glyphs.delta)
+    edge = result.causal or any(window is not None for window in result.layer_windows)
+    words = recipe_words(recipe, result.head_size, causal=edge, p_bar=glyphs.p_bar, delta=glyphs.delta)
     basis = f"reference {result.reference}"
     if result.activations is not None:
         basis += f", activations {result.activations}"
@@ -161,10 +162,19 @@ def _size(size_bytes: int) -> str:
 
 
 def _geometry(result: LocalizeResult) -> str:
-    window = "no window" if result.window is None else f"window {result.window} (own key included)"
+    window = _window(result)
     softcap = "no soft-cap" if result.softcap is None else f"soft-cap {number(result.softcap)}"
     causal = "causal (bottom-right)" if result.causal else "not causal"
     return f"scale {number(result.scale, 6)}, {causal}, {window}, {softcap}"
+
+
+def _window(result: LocalizeResult) -> str:
+    windows = sorted({window for window in result.layer_windows if window is not None})
+    if not windows:
+        return "no window"
+    text = f"window {', '.join(map(str, windows))} (own key included)"
+    layers, full = len(result.layer_windows), result.layer_windows.count(None)
+    return text if not full else f"{text} in {layers - full} of {count(layers, 'layer')}"
 
 
 def _pairs(result: LocalizeResult) -> list[str]:

@@ -91,7 +91,7 @@ def _columns(glyphs: Glyphs, signal_alpha: float) -> tuple[_Column, ...]:
         _Column(title=glyphs.delta, width=8, cell=_delta_mean),
         _Column(title="t", width=5, cell=_delta_t),
         _Column(title="O ulp", width=7, leaves=3, cell=lambda head, _, width: _fit(head.output_err.mean_ulp, width)),
-        _Column(title="2+ rows", width=7, cell=lambda head, _, __: _whole(head.counts.rows_repeated_max)),
+        _Column(title="2+ rows", width=7, cell=_repeated),
         _Column(title=glyphs.sigma, width=5, leaves=2, cell=_sigma),
         _Column(title="n_eff", width=5, leaves=1, cell=_coupling(lambda dw_q, _: dw_q.defect.n_effective)),
     )
@@ -159,6 +159,11 @@ def _delta_t(head: HeadEvidence, _: HeadVerdict, width: int) -> str:
 
 def _sigma(head: HeadEvidence, _: HeadVerdict, width: int) -> str:
     return _NONE if head.spectrum is None else _fit(head.spectrum.w_q_spectral_norm, width)
+
+
+def _repeated(head: HeadEvidence, _: HeadVerdict, __: int) -> str:
+    rows = head.counts.rows_repeated_max
+    return _NONE if rows is None else _whole(rows)
 
 
 def _whole(value: int) -> str:

@@ -1,4 +1,4 @@
-"""The terminal report: at most 60 lines whatever the model's size, readable without colour."""
+"""The terminal report: at most 60 lines whatever the model, an observation apart; readable without colour."""
 
 import os
 import sys
@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from bf16forensics.investigate.result import LocalizeResult
-from bf16forensics.report.glyphs import glyphs_for
+from bf16forensics.report.glyphs import Glyphs, glyphs_for
 from bf16forensics.report.layout import Line
+from bf16forensics.report.observation import observation_section
 from bf16forensics.report.sections import closing, findings, header, next_steps, unchecked, verdict
 from bf16forensics.report.table import head_table
 from bf16forensics.verdict.findings import Judgement
@@ -84,7 +85,15 @@ def _lines(
     wanted = head_table(result, judgement, columns, glyphs, top=min(top, _TABLE_HEADS), room=room)
     found = findings(judgement, columns, max(room - len(wanted), _LEAST_FINDING_LINES))
     table = head_table(result, judgement, columns, glyphs, top=top, room=room - len(found))
-    return [_encodable(line, encoding) for line in _joined((before, found, table, after))]
+    observed = _observed(result, judgement, columns, glyphs, top)
+    return [_encodable(line, encoding) for line in _joined((before, found, table, observed, after))]
+
+
+def _observed(result: LocalizeResult, judgement: Judgement, width: int, glyphs: Glyphs, top: int) -> list[Line]:
+    """The observation, where one was asked for: lines beyond the report's own."""
+    if result.observation is None:
+        return []
+    return observation_section(result.observation, width, glyphs, ranking=judgement.ranking, top=top)
 
 
 def _width_of_files() -> int:

@@ -88,7 +88,7 @@ def not_checked(result: LocalizeResult) -> tuple[str, ...]:
             f"{result.sequences_planned - result.sequences:,} of {result.sequences_planned:,} sequences: stopped"
         )
     if result.heads and all(head.delta_err is None for head in result.heads):
-        missing.append("the backward pass: there is no dO")
+        missing.append(f"the backward pass: {result.no_gradient or 'there is no dO'}")
     elif result.heads and all(head.dw_q is None for head in result.heads):
         missing.append("the coupling to W_Q: the input of the projection is unknown")
     if result.unused_tensors:

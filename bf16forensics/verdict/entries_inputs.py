@@ -34,6 +34,21 @@ ENTRIES = (
         references=("With q = 0 the softmax is uniform over the visible keys",),
     ),
     Entry(
+        code="BF404",
+        name="no-output-head",
+        severity="error",
+        title="The checkpoint has no output head",
+        what="config.json says that the output head is not tied to the embedding, and the files hold no lm_head.",
+        why="Without an output head there is no loss, hence no gradient of the attention output. Loaders fill a "
+        "missing head with random numbers and say so in passing; a dO from it would be a made-up one.",
+        how="Outputs, maxima and norms are reported. delta and the gradient of W_Q are 'cannot judge' for every head, "
+        "and the exit code is 2.",
+        limits="A model that was trained as a tied one and saved with a wrong config lands here too.",
+        would_refute="The head is in another file of the same model.",
+        next_step="Give the whole checkpoint, or correct tie_word_embeddings in config.json.",
+        references=("transformers initialises missing tensors and lists them in its load report",),
+    ),
+    Entry(
         code="BF403",
         name="unused-attention-tensors",
         severity="note",

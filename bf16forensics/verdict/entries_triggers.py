@@ -52,6 +52,23 @@ ENTRIES = (
         references=("Anchored form of the output: O - v_j for the top key j, exact where O_hp - O_lp cancels",),
     ),
     Entry(
+        code="BF104",
+        name="ones-not-counted",
+        severity="note",
+        title="P-bar = 1 is not counted in this recipe",
+        what="The recipe keeps an older anchor while the row maximum has grown by no more than a threshold, so that "
+        "the largest P-bar of a row is anything up to 2^threshold, and a P-bar of 1 can be any key.",
+        why="A count of P-bar = 1 would be a number without meaning, and the trigger it stands for is not gone: what "
+        "matters is how few significant bits the largest products have, and a P-bar that is a power of two keeps "
+        "them as few as a P-bar of 1 does.",
+        how="The three counts, the rows with repeated maxima and the share of the delta error that they carry are "
+        "left out (null in the document). Everything that rests on outputs and gradients is judged as usual.",
+        limits="Near-ties within 1e-3 of the maximum are still counted, from the recipe's own scores.",
+        would_refute="Not applicable: nothing is claimed.",
+        next_step="Run the same batch with a recipe that anchors at the maximum (fa2, fa3) to see the ties.",
+        references=("flash-attention@0251105 flash_attn/cute/softmax.py: conditional rescaling",),
+    ),
+    Entry(
         code="BF103",
         name="trigger-on-unlabelled-rows",
         severity="note",

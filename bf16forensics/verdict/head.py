@@ -34,6 +34,10 @@ class Context:
     step_sequences: int
     #: Family-wise sign-flip p of the delta defect; nan when the head is not in the family.
     delta_p_adjusted: float
+    #: Why the run has no gradient at all, in words; None where nothing stands in the way.
+    no_gradient: str | None = None
+    #: True when the model has no output head.
+    no_output_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,8 @@ def _decide(head: HeadEvidence, limits: Thresholds, context: Context) -> _Decisi
     if head.counts.rows == 0:
         return _undecided("BF904", "nothing was compared: no real row sees a key")
     if head.delta_defect is None:
-        return _undecided("BF905", "no dO: only the forward pass was compared")
+        code = "BF404" if context.no_output_head else "BF905"
+        return _undecided(code, context.no_gradient or "no dO: only the forward pass was compared")
     if head.dw_q is None:
         return _undecided("BF906", "the input of the projection is unknown, so the coupling to W_Q is too")
     dw_q, limit = head.dw_q, context.limit

@@ -1,4 +1,4 @@
-"""Findings about the inputs: BF401, BF402, BF403."""
+"""Findings about the inputs: BF401 to BF404."""
 
 from collections.abc import Sequence
 
@@ -43,6 +43,16 @@ def input_findings(result: LocalizeResult, pairs: Sequence[Pair]) -> list[Findin
                 inferred="all scores of the head are equal and all keys share the maximum: pruned, or not trained yet",
                 next_command="check that the checkpoint is the one that was trained",
                 heads=empty,
+            )
+        )
+    if result.no_output_head:
+        found.append(
+            finding(
+                "BF404",
+                message="the checkpoint has no output head: no loss, no dO, forward evidence only",
+                observed=result.no_gradient or "no output head",
+                inferred="delta and dW_Q of every head cannot be judged; a random head would give a false dO",
+                next_command="give the checkpoint with its lm_head, or one whose config ties it to the embedding",
             )
         )
     if result.unused_tensors:

@@ -26,6 +26,8 @@ from bf16forensics.verdict.words import count, head_name, listing
 
 __all__ = ["exit_code", "judge", "rank"]
 
+#: Findings that say the input itself is at fault.
+_INPUT_ERRORS = ("BF401", "BF404")
 #: Heads named one by one before the rest of a code is counted: tried in this order until the findings fit.
 _SINGLE_HEADS = (3, 2, 1)
 
@@ -75,8 +77,8 @@ def exit_code(judgement: Judgement, fail_on: str) -> int:
         fail_on: the least severity that counts: "note", "warning" or "error".
 
     Returns:
-        2 when an input holds non-finite values, else 1 when a finding reaches `fail_on`, else 0. "Cannot judge" by
-        itself is 0: its findings are notes.
+        2 when an input holds non-finite values or the model has no output head, else 1 when a finding reaches
+        `fail_on`, else 0. "Cannot judge" by itself is 0: its findings are notes.
 
     Raises:
         ValueError: `fail_on` is not a severity.
@@ -84,7 +86,7 @@ def exit_code(judgement: Judgement, fail_on: str) -> int:
     if fail_on not in SEVERITIES:
         raise ValueError(f"unknown severity {fail_on!r}; one of {', '.join(SEVERITIES)}")
     least = SEVERITIES.index(fail_on)
-    if any(finding.code == "BF401" for finding in judgement.findings):
+    if any(finding.code in _INPUT_ERRORS for finding in judgement.findings):
         return 2
     return int(any(SEVERITIES.index(finding.severity) >= least for finding in judgement.findings))
 
@@ -98,6 +100,8 @@ def _judge_heads(result: LocalizeResult, limits: Thresholds) -> list[HeadVerdict
                 limit=harmless_limit(head, result.step_sequences, limits),
                 step_sequences=result.step_sequences,
                 delta_p_adjusted=_delta_p(head, limits),
+                no_gradient=result.no_gradient,
+                no_output_head=result.no_output_head,
             ),
         )
         for head in result.heads

@@ -28,4 +28,4 @@ def _key(head: HeadEvidence) -> tuple[float, ...]:
     t = math.nan if head.delta_defect is None else abs(head.delta_defect.clustered.t)
     # |t| is infinite where every sequence has the same sum: the largest, not the least defined.
     t = -1.0 if math.isnan(t) else t
-    return (group, -rho, -bias, -t, -head.counts.rows_repeated_max, head.layer, head.head)
+    return (group, -rho, -bias, -t, -(head.counts.rows_repeated_max or 0), head.layer, head.head)

@@ -1,4 +1,4 @@
-"""Findings about triggers: BF101, BF102, BF103. A trigger alone is a note: it says where bias could start."""
+"""Findings about triggers: BF101 to BF104. A trigger alone is a note: it says where bias could start."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,12 @@ _CHANCE_ERRORS = 3.0
 def trigger_findings(result: LocalizeResult, limits: Thresholds) -> list[Finding]:
     """At most one finding a code, with the worst heads named."""
     sound = [head for head in result.heads if not head.nonfinite]
-    return [*_repeated(result, sound, limits), *_swamped(sound, limits), *_unlabelled(sound)]
+    return [
+        *_uncounted(result, sound),
+        *_repeated(result, sound, limits),
+        *_swamped(sound, limits),
+        *_unlabelled(sound),
+    ]
 
 
 def at_chance(rows_near_max: int, rows_repeated_max: int, expected: float) -> bool:
@@ -34,15 +39,37 @@ def at_chance(rows_near_max: int, rows_repeated_max: int, expected: float) -> bo
     return abs(rows_near_max / rows_repeated_max - expected) <= max(_CHANCE_BAND, _CHANCE_ERRORS * error)
 
 
+def _uncounted(result: LocalizeResult, heads: Sequence[HeadEvidence]) -> list[Finding]:
+    found = [head for head in heads if head.ones is None]
+    if not found:
+        return []
+    return [
+        finding(
+            "BF104",
+            message=f"P-bar = 1 is not counted: recipe {result.recipe.name} does not anchor rows at their maximum",
+            observed=f"conditional rescaling: P-bar may reach 2^{result.recipe.rescale_threshold}",
+            inferred="a P-bar of 1 marks no maximum here; rows that share one are seen in a recipe that anchors at it",
+            next_command="bf16forensics explain BF104",
+        )
+    ]
+
+
+def _repeats(head: HeadEvidence) -> int:
+    return head.counts.rows_repeated_max or 0
+
+
+def _unlabelled_repeats(head: HeadEvidence) -> int:
+    return head.counts.rows_repeated_max_unlabelled or 0
+
+
 def _repeated(result: LocalizeResult, heads: Sequence[HeadEvidence], limits: Thresholds) -> list[Finding]:
-    repeated = sum(head.counts.rows_repeated_max for head in heads)
+    repeated = sum(_repeats(head) for head in heads)
     if not repeated:
         return []
     rows = sum(head.counts.rows for head in heads)
     near = sum(head.counts.rows_near_max for head in heads)
     worst = sorted(
-        (head for head in heads if head.counts.rows_repeated_max),
-        key=lambda head: (-head.counts.rows_repeated_max, head.layer, head.head),
+        (head for head in heads if _repeats(head)), key=lambda head: (-_repeats(head), head.layer, head.head)
     )
     chance = at_chance(near, repeated, limits.chance_ratio)
     ratio = f"{number(near / repeated, 2)} against {number(limits.chance_ratio, 2)} for scores of flat density"
@@ -70,7 +97,7 @@ def _repeated(result: LocalizeResult, heads: Sequence[HeadEvidence], limits: Thr
 
 def _example(head: HeadEvidence) -> str:
     counts = head.counts
-    text = f"{head_name(head.layer, head.head)} {counts.rows_repeated_max:,} of {counts.rows:,} rows, "
+    text = f"{head_name(head.layer, head.head)} {_repeats(head):,} of {counts.rows:,} rows, "
     text += f"up to {counts.most_ones} ones"
     share = counts.repeated_sum_share
     return text + (f", {percent(share)} of its delta error" if math.isfinite(share) else "")
@@ -99,12 +126,12 @@ def _swamped(heads: Sequence[HeadEvidence], limits: Thresholds) -> list[Finding]
 
 
 def _unlabelled(heads: Sequence[HeadEvidence]) -> list[Finding]:
-    found = [head for head in heads if head.counts.rows_repeated_max_unlabelled]
+    found = [head for head in heads if _unlabelled_repeats(head)]
     if not found:
         return []
-    found.sort(key=lambda head: (-head.counts.rows_repeated_max_unlabelled, head.layer, head.head))
-    unlabelled = sum(head.counts.rows_repeated_max_unlabelled for head in found)
-    repeated = sum(head.counts.rows_repeated_max for head in heads)
+    found.sort(key=lambda head: (-_unlabelled_repeats(head), head.layer, head.head))
+    unlabelled = sum(_unlabelled_repeats(head) for head in found)
+    repeated = sum(_repeats(head) for head in heads)
     padding = sum(head.counts.rows_padding for head in heads)
     return [
         finding(

@@ -89,5 +89,7 @@ def _next(code: str, result: LocalizeResult, command: Sequence[str], needed: int
     if code == "BF904":
         return "check masks, padding and the range of lines"
     if code == "BF905":
+        if result.no_gradient is not None:
+            return "use a recipe with a backward pass to see gradients"
         return "give a batch with labels, or a record with do"
     return "add x and w_q to the record, or localize from the checkpoint"

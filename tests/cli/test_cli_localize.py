@@ -161,7 +161,7 @@ def test_the_contract_of_the_document(run_cli: Run, model: list[object]) -> None
     assert [item["role"] for item in document["inputs"]["files"]] == ["checkpoint", "tokens", "indices"]
     assert all(re.fullmatch("[0-9a-f]{64}", item["sha256"]) for item in document["inputs"]["files"])
     assert document["inputs"]["steps"] == [41, 42]
-    assert document["inputs"]["activations"] == "fp32"
+    assert document["inputs"]["activations"] == "amp-bf16"
     assert [(h["layer"], h["head"]) for h in document["heads"]] == [(a, b) for a in range(LAYERS) for b in range(HEADS)]
     for head in document["heads"]:
         assert_fields(head, HEAD)
@@ -199,6 +199,7 @@ def test_options_are_frozen(run_cli: Run) -> None:
     found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text.split("Options:", 1)[-1]))
     assert found - {"--help"} == {
         "--activations",
+        "--allow-bin",
         "--batch",
         "--causal",
         "--dtype",
@@ -211,6 +212,7 @@ def test_options_are_frozen(run_cli: Run) -> None:
         "--lines",
         "--n-head",
         "--no-causal",
+        "--observe",
         "--output",
         "--plot",
         "--recipe",
@@ -307,7 +309,12 @@ def test_legacy_consoles_get_the_same_report(
         if extra:
             assert_fields(strict(text), TOP)
         else:
-            assert len(text.splitlines()) == len(plain.stdout.splitlines())
+            # The longer names of P-bar and delta can wrap a line or two.
+            assert abs(len(text.splitlines()) - len(plain.stdout.splitlines())) <= 2
+            assert (
+                re.sub(r"\W", "", text.split("VERDICT")[1])[:80]
+                == re.sub(r"\W", "", plain.stdout.split("VERDICT")[1])[:80]
+            )
             assert "\\u" not in text
 
 

@@ -207,6 +207,40 @@ def test_unused_tensors_are_a_bounded_note(fakes):
     assert found.num_heads == 0
 
 
+def _forward_only(fakes, number=0, **fields):
+    """A head of a run without dO."""
+    return fakes.head(0, number, delta_err=None, delta_defect=None, ds_row_sum=None, dw_q=None, **fields)
+
+
+def test_a_model_without_output_head_gives_forward_evidence_and_exit_2(fakes):
+    why = "no output head: lm_head.weight is in no file"
+    run = fakes.result(_forward_only(fakes), _forward_only(fakes, 1), no_gradient=why, no_output_head=True)
+    judgement = judge(run)
+    assert [(head.verdict, head.code, head.reason) for head in judgement.heads] == [("cannot judge", "BF404", why)] * 2
+    assert _codes(judgement).count("BF404") == 1
+    assert "BF905" not in _codes(judgement)
+    assert [exit_code(judgement, level) for level in SEVERITIES] == [2, 2, 2]
+    assert f"the backward pass: {why}" in judgement.not_checked
+
+
+def test_a_forward_only_recipe_is_no_fault_of_the_input(fakes):
+    why = "recipe fa3-fp8 is a forward pass only: outputs were compared, gradients were not"
+    judgement = judge(fakes.result(_forward_only(fakes), no_gradient=why))
+    assert [(head.code, head.reason) for head in judgement.heads] == [("BF905", why)]
+    assert [exit_code(judgement, level) for level in SEVERITIES] == [1, 0, 0]
+    assert "use a recipe with a backward pass" in _one(judgement, "BF905").next_command
+
+
+def test_a_recipe_that_anchors_elsewhere_counts_no_ones_and_says_so(fakes):
+    counts = fakes.counts(rows_repeated_max=None, rows_repeated_max_unlabelled=None, most_ones=None)
+    heads = [fakes.head(0, number, ones=None, counts=counts) for number in range(3)]
+    judgement = judge(fakes.result(*heads, recipe=resolve("fa4")))
+    assert "recipe fa4 does not anchor rows at their maximum" in _one(judgement, "BF104").message
+    assert not {"BF101", "BF103"} & set(_codes(judgement))
+    assert judgement.verdict == "noise at chance level"
+    assert judgement.ranking == ((0, 0), (0, 1), (0, 2))
+
+
 def test_cannot_judge_by_itself_exits_0(fakes):
     judgement = judge(fakes.result(fakes.head(dw_q=fakes.coupling(sequences=2))))
     assert judgement.verdict == "cannot judge"
@@ -271,8 +305,12 @@ def test_findings_are_bounded_whatever_the_number_of_heads(fakes, number):
     assert len(judgement.findings) <= Thresholds().max_findings
     assert len(judgement.next_commands) <= 4
     if number >= 13:
-        # With the fake kinds every code occurs, so this is the list of codes that the judge can emit.
-        assert {finding.code for finding in judgement.findings} == {entry.code for entry in entries()}
+        # With the fake kinds every code occurs, so this is the list of codes that the judge can emit: two of them
+        # belong to the run and not to a head.
+        headless = judge(fakes.result(_forward_only(fakes), no_gradient="no output head", no_output_head=True))
+        uncounted = judge(fakes.result(fakes.head(ones=None), recipe=resolve("fa4")))
+        emitted = [*_codes(judgement), *_codes(headless), *_codes(uncounted)]
+        assert set(emitted) == {entry.code for entry in entries()}
     # No head is lost: single findings and the rest add up.
     expected = sum(head.code == "BF301" for head in judgement.heads)
     assert sum(finding.num_heads for finding in judgement.findings if finding.code == "BF301") == expected
