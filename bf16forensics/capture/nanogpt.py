@@ -18,29 +18,12 @@ from torch.nn import functional
 
 from bf16forensics.capture.activations import Activations, Fp32Activations
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
+from bf16forensics.capture.sequence import SequenceInput
 from bf16forensics.capture.source import LossSink
 from bf16forensics.emulate.strict import strict_fp32
 from bf16forensics.geometry.geometry import Geometry
 from bf16forensics.load.batch import IGNORED_LABEL
 from bf16forensics.load.nanogpt import NanoGPTCheckpoint, NanoGPTLayer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceInput:
-    """One sequence of a recorded batch."""
-
-    #: Position among all sequences analysed, 0-based.
-    index: int
-    #: Training step; None when unknown.
-    step: int | None
-    #: [T] int64 token ids.
-    ids: torch.Tensor
-    #: [T] int64 targets aligned with `ids`; -100 is ignored.
-    labels: torch.Tensor
-    #: [T] int64 positions; None for 0, 1, 2, ...
-    position_ids: torch.Tensor | None = None
-    #: [T] bool, True where the token is real; None when nothing is padded.
-    real: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

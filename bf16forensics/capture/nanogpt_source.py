@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bf16forensics.capture.nanogpt import NanoGPTCapture, SequenceInput
+from bf16forensics.capture.nanogpt import NanoGPTCapture
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
+from bf16forensics.capture.sequence import sequence_of, step_groups
 from bf16forensics.capture.source import LossSink, SourceShape
 from bf16forensics.load.batch import RecordedBatch
 
@@ -20,8 +21,6 @@ class NanoGPTSource:
     def shape(self) -> SourceShape:
         """Geometry of the model and of the batch."""
         config = self.capture.checkpoint.config
-        lines = self.batch.line_of_sequence
-        groups = tuple(_group(lines[i], self.batch.steps[i]) for i in range(self.batch.num_sequences))
         return SourceShape(
             num_layers=config.n_layer,
             num_heads=config.n_head,
@@ -30,7 +29,7 @@ class NanoGPTSource:
             width=config.n_embd,
             num_queries=self.batch.num_tokens,
             steps=self.batch.steps,
-            groups=groups,
+            groups=step_groups(self.batch),
             step_sequences=self.batch.step_sequences,
         )
 
@@ -38,24 +37,11 @@ class NanoGPTSource:
         """W_Q and W_K of a layer by head."""
         return self.capture.weights(layer)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done to the checkpoint and to the batch."""
+        return (*self.capture.checkpoint.notes, *self.batch.notes)
+
     def records(self, sequence: int, on_loss: LossSink) -> Iterator[AttentionRecord]:
         """Runs one sequence of the batch."""
-        batch = self.batch
-        return self.capture.sequence_records(
-            SequenceInput(
-                index=sequence,
-                step=batch.steps[sequence],
-                ids=batch.ids[sequence],
-                labels=batch.labels[sequence],
-                position_ids=None if batch.position_ids is None else batch.position_ids[sequence],
-                real=None if batch.attention_mask is None else batch.attention_mask[sequence],
-            ),
-            on_loss,
-        )
-
-
-def _group(line: int | None, step: int | None) -> int:
-    """Sequences of one line, or of one step where there are no lines, belong together."""
-    if line is not None:
-        return line
-    return 0 if step is None else step
+        return self.capture.sequence_records(sequence_of(self.batch, sequence), on_loss)

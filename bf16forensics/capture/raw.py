@@ -61,6 +61,11 @@ class RawSource:
             step_sequences=batch,
         )
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done to the file's tensors."""
+        return self.raw.notes
+
     def weights(self, layer: int) -> LayerWeights:
         """The file's projections by head; None where it has none."""
 

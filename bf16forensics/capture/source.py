@@ -47,6 +47,10 @@ class RecordSource(Protocol):
     def shape(self) -> SourceShape:
         """What is known without computing anything."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know of the input and of how it is run; may grow while sequences are run."""
+
     def weights(self, layer: int) -> LayerWeights:
         """W_Q and W_K of a layer by head; fields None where unknown."""
 

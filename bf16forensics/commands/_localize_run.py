@@ -103,7 +103,8 @@ class LocalizeRun:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        from bf16forensics.investigate.localize import LocalizeOptions, find_heads
+        from bf16forensics.investigate.localize import find_heads
+        from bf16forensics.investigate.sequence import LocalizeOptions
 
         console = Console(stderr=True)
         planned = self.opened.source.shape.num_sequences
@@ -162,7 +163,7 @@ class LocalizeRun:
             no_output_head=opened.no_output_head,
             heads=found.heads,
             unused_tensors=opened.unused_tensors,
-            notes=opened.notes,
+            notes=opened.source.notes,
             interrupted=found.interrupted,
             observation=found.observation,
             timing=Timing(

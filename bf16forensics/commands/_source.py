@@ -66,7 +66,6 @@ class Opened:
     no_gradient: str | None
     no_output_head: bool
     files: "tuple[FileFacts, ...]"
-    notes: tuple[str, ...]
     unused_tensors: tuple[str, ...]
 
 
@@ -175,7 +174,6 @@ def _open_nanogpt(given: ModelInput) -> Opened:
         no_gradient=None,
         no_output_head=False,
         files=(facts, *batch.files),
-        notes=(*checkpoint.notes, *batch.notes),
         unused_tensors=checkpoint.unused_tensors,
     )
 
@@ -191,24 +189,19 @@ def _open_hf(given: ModelInput) -> Opened:
     positions, entries = model.config.max_position_embeddings, model.config.vocab_size
     batch = _batch(given, positions, entries, None)
     source = HFSource(capture=hf_capture(model, _activations(given)), batch=batch)
-    scales = source.layer_scales
-    notes = source.notes
-    if len(set(scales)) > 1:
-        notes = (*notes, f"the softmax scale differs by layer, from {min(scales):g} to {max(scales):g}")
     missing = None if model.has_output_head else f"no output head: {given.checkpoint} holds no lm_head and ties none"
     return Opened(
         source=source,
         kind="hf",
         shape=source.shape_words,
         activations=given.activations,
-        scale=scales[0],
+        scale=source.layer_scales[0],
         causal=source.causal,
         layer_windows=source.layer_windows,
         softcap=source.softcap,
         no_gradient=missing,
         no_output_head=not model.has_output_head,
         files=(*model.directory.files, *batch.files),
-        notes=notes,
         unused_tensors=model.unused_tensors,
     )
 
@@ -246,6 +239,5 @@ def open_record(given: RecordInput) -> Opened:
         no_gradient=None,
         no_output_head=False,
         files=(raw.facts,),
-        notes=raw.notes,
         unused_tensors=raw.unused_tensors,
     )

@@ -16,7 +16,7 @@ _SNIFF_BYTES = 512
 class FileFacts:
     """One input file as a report names it."""
 
-    #: "checkpoint", "tokens", "indices", "batch" or "record".
+    #: "checkpoint", "config", "index", "tokens", "indices", "batch" or "record".
     role: str
     #: Path as given.
     path: str

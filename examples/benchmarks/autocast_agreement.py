@@ -35,8 +35,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bf16forensics.attention.recipe_attention import RecipeAttention
 from bf16forensics.capture.activations import Activations, AmpActivations, Fp32Activations
-from bf16forensics.capture.nanogpt import NanoGPTCapture, SequenceInput
+from bf16forensics.capture.nanogpt import NanoGPTCapture
 from bf16forensics.capture.record import AttentionRecord
+from bf16forensics.capture.sequence import SequenceInput
 from bf16forensics.emulate.autocast import CudaAutocast
 from bf16forensics.emulate.strict import strict_fp32
 from bf16forensics.geometry.geometry import Geometry

@@ -21,7 +21,8 @@ from bf16forensics.capture.nanogpt import NanoGPTCapture
 from bf16forensics.capture.nanogpt_source import NanoGPTSource
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.commands._source import parse_lines
-from bf16forensics.investigate.localize import LocalizeOptions, find_heads
+from bf16forensics.investigate.localize import find_heads
+from bf16forensics.investigate.sequence import LocalizeOptions
 from bf16forensics.load.batch import RecordedBatch, load_token_batch
 from bf16forensics.load.nanogpt import NanoGPTCheckpoint, NanoGPTLayer, load_nanogpt
 from bf16forensics.recipe.derive import resolve

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from bf16forensics.attention.recipe_attention import RecipeAttention
 from bf16forensics.capture.activations import AmpActivations, Fp32Activations
-from bf16forensics.capture.nanogpt import NanoGPTCapture, SequenceInput
+from bf16forensics.capture.nanogpt import NanoGPTCapture
 from bf16forensics.capture.record import AttentionRecord
+from bf16forensics.capture.sequence import SequenceInput
 from bf16forensics.geometry.geometry import Geometry
 from bf16forensics.load.nanogpt import NanoGPTCheckpoint
 from bf16forensics.recipe.derive import resolve

@@ -10,9 +10,10 @@ import torch
 from bf16forensics.attention.dual import dual_pass
 from bf16forensics.capture import exact_attention as blocks
 from bf16forensics.capture.activations import Fp32Activations
-from bf16forensics.capture.nanogpt import NanoGPTCapture, SequenceInput
+from bf16forensics.capture.nanogpt import NanoGPTCapture
 from bf16forensics.capture.nanogpt_source import NanoGPTSource
 from bf16forensics.capture.record import AttentionRecord
+from bf16forensics.capture.sequence import SequenceInput
 from bf16forensics.emulate.rounding import round_to, ulp_of
 from bf16forensics.evidence.gradient import weight_gradient
 from bf16forensics.geometry.geometry import Geometry

@@ -20,7 +20,8 @@ from bf16forensics.investigate import collect
 from bf16forensics.investigate import localize as module
 from bf16forensics.investigate.collect import Collector
 from bf16forensics.investigate.interrupts import interrupts_deferred
-from bf16forensics.investigate.localize import HeadsFound, LocalizeOptions, SequencesDone, find_heads
+from bf16forensics.investigate.localize import HeadsFound, SequencesDone, find_heads
+from bf16forensics.investigate.sequence import LocalizeOptions
 from bf16forensics.recipe.presets import FA2, PAPER
 
 Make = Callable[..., Any]

@@ -18,7 +18,8 @@ from torch.nn import functional
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
 from bf16forensics.capture.source import LossSink, RecordSource, SourceShape
 from bf16forensics.commands._source import ModelInput, open_model
-from bf16forensics.investigate.localize import HeadsFound, LocalizeOptions, find_heads
+from bf16forensics.investigate.localize import HeadsFound, find_heads
+from bf16forensics.investigate.sequence import LocalizeOptions
 from bf16forensics.recipe.derive import resolve
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,7 @@ def model_input(name: str) -> ModelInput:
         first_step=None,
         n_head=None,
         activations="fp32",
+        recipe=resolve("fa2"),
     )
 
 

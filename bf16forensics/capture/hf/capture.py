@@ -17,8 +17,8 @@ from bf16forensics.capture.hf.model import HFModel
 from bf16forensics.capture.hf.sequence_run import SequenceRun
 from bf16forensics.capture.hf.skeleton import Skeleton
 from bf16forensics.capture.hf.structure import Structure, layer_words, read_structure
-from bf16forensics.capture.nanogpt import SequenceInput
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
+from bf16forensics.capture.sequence import SequenceInput
 from bf16forensics.capture.source import LossSink
 from bf16forensics.emulate.strict import strict_fp32
 from bf16forensics.errors import InputError

@@ -22,9 +22,9 @@ from bf16forensics.capture.hf.model import HFModel
 from bf16forensics.capture.hf.skeleton import LayerInput, Observer, Skeleton
 from bf16forensics.capture.hf.structure import LayerStructure, Structure
 from bf16forensics.capture.hf.trace import Watched, query_path, watching
-from bf16forensics.capture.nanogpt import SequenceInput
 from bf16forensics.capture.path import QueryPath
 from bf16forensics.capture.record import AttentionRecord
+from bf16forensics.capture.sequence import SequenceInput
 from bf16forensics.capture.source import LossSink
 from bf16forensics.emulate.rounding import round_to
 from bf16forensics.emulate.strict import strict_fp32

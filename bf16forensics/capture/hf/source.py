@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bf16forensics.capture.hf.capture import HFCapture
-from bf16forensics.capture.nanogpt import SequenceInput
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
+from bf16forensics.capture.sequence import sequence_of, step_groups
 from bf16forensics.capture.source import LossSink, SourceShape
 from bf16forensics.load.batch import RecordedBatch
 
@@ -29,7 +29,7 @@ class HFSource:
             width=structure.width,
             num_queries=batch.num_tokens,
             steps=batch.steps,
-            groups=tuple(_group(batch, index) for index in range(batch.num_sequences)),
+            groups=step_groups(batch),
             step_sequences=batch.step_sequences,
         )
 
@@ -75,7 +75,10 @@ class HFSource:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader must know of the model, of how it runs and of the batch; more once sequences have been run."""
-        return (*self.capture.model.notes, *self.capture.notes, *self.batch.notes)
+        scales, scale_notes = self.layer_scales, tuple[str, ...]()
+        if len(set(scales)) > 1:
+            scale_notes = (f"the softmax scale differs by layer, from {min(scales):g} to {max(scales):g}",)
+        return (*self.capture.model.notes, *self.capture.notes, *scale_notes, *self.batch.notes)
 
     def weights(self, layer: int) -> LayerWeights:
         """W_Q and W_K of a layer by head."""
@@ -83,23 +86,4 @@ class HFSource:
 
     def records(self, sequence: int, on_loss: LossSink) -> Iterator[AttentionRecord]:
         """Runs one sequence of the batch."""
-        batch = self.batch
-        return self.capture.sequence_records(
-            SequenceInput(
-                index=sequence,
-                step=batch.steps[sequence],
-                ids=batch.ids[sequence],
-                labels=batch.labels[sequence],
-                position_ids=None if batch.position_ids is None else batch.position_ids[sequence],
-                real=None if batch.attention_mask is None else batch.attention_mask[sequence],
-            ),
-            on_loss,
-        )
-
-
-def _group(batch: RecordedBatch, index: int) -> int:
-    """Sequences of one line, or of one step where there are no lines, belong together."""
-    line, step = batch.line_of_sequence[index], batch.steps[index]
-    if line is not None:
-        return line
-    return 0 if step is None else step
+        return self.capture.sequence_records(sequence_of(self.batch, sequence), on_loss)

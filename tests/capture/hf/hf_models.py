@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from bf16forensics.capture.activations import Activations, Fp32Activations
 from bf16forensics.capture.hf.capture import HFCapture, hf_capture
 from bf16forensics.capture.hf.model import load_hf_model
-from bf16forensics.capture.nanogpt import SequenceInput
 from bf16forensics.capture.record import AttentionRecord
+from bf16forensics.capture.sequence import SequenceInput
 
 LAYERS, WIDTH, VOCABULARY, POSITIONS = 2, 32, 64, 64
 TOKENS = 12

@@ -20,7 +20,7 @@ from bf16forensics.capture.hf import head as head_module
 from bf16forensics.capture.hf import sequence_run as run_module
 from bf16forensics.capture.hf import skeleton as skeleton_module
 from bf16forensics.capture.hf.source import HFSource
-from bf16forensics.capture.nanogpt import SequenceInput
+from bf16forensics.capture.sequence import SequenceInput
 from bf16forensics.emulate.rounding import round_to, ulp_of
 from bf16forensics.errors import ForensicsError, InputError
 from bf16forensics.load.batch import RecordedBatch
