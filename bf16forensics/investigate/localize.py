@@ -119,6 +119,8 @@ def find_heads(
                         losses.append(done.loss)
                     work[0] += done.capture_s
                     work[1] += done.evidence_s
+                # A sequence of a large model holds much, and its sums are taken.
+                del done
                 if on_progress is not None:
                     on_progress(SequencesDone(done=index + 1, planned=shape.num_sequences))
                 ends_step = index + 1 == shape.num_sequences or shape.groups[index + 1] != shape.groups[index]
@@ -142,14 +144,14 @@ def _usable_cores() -> int:
 def _run_in_order(
     work: SequenceWork, probes: "_ProbeKeeper", num_sequences: int, workers: int
 ) -> Generator[SequenceDone, None, None]:
-    """Yields finished sequences in their order, computing at most two a worker ahead of what was consumed."""
+    """Yields finished sequences in their order; one more than there are workers is in work or waits to be taken."""
     stop = threading.Event()
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="sequence") as pool:
         pending: deque[Future[SequenceDone]] = deque()
         following = 0
         try:
             while pending or following < num_sequences:
-                while following < num_sequences and len(pending) < 2 * workers:
+                while following < num_sequences and len(pending) <= workers:
                     pending.append(pool.submit(work.run, following, probes.wants(following), stop))
                     following += 1
                 yield pending.popleft().result()

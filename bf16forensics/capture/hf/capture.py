@@ -23,6 +23,9 @@ from bf16forensics.capture.source import LossSink
 from bf16forensics.emulate.strict import strict_fp32
 from bf16forensics.errors import InputError
 
+#: Bytes of the graphs of layers that a sequence keeps from its forward pass; the other layers are run again.
+GRAPH_BUDGET_BYTES = 256 * 2**20
+
 
 class _Found:
     """What running sequences told about a model; written by several threads."""
@@ -31,6 +34,8 @@ class _Found:
         self._lock = threading.Lock()
         self._kept_layers: set[int] = set()
         self._has_documents = False
+        #: A whole sequence went through with every layer run by itself.
+        self.is_followed = False
 
     def add(self, masks: SequenceMasks) -> None:
         """Adds what one sequence told."""
@@ -91,7 +96,8 @@ class HFCapture:
         Raises:
             InputError: the model cannot take the sequence, or does something that a capture cannot follow.
         """
-        run = SequenceRun(self.model, self.structure, self.activations, sequence)
+        room = GRAPH_BUDGET_BYTES if self._found.is_followed else 0
+        run = SequenceRun(self.model, self.structure, self.activations, sequence, graph_bytes=room)
         with strict_fp32(), _weights_in_place(self.model):
             upstream = run.forward(self.skeleton(), on_loss)
         self._found.add(run.masks)
@@ -99,6 +105,7 @@ class HFCapture:
             with strict_fp32():
                 record, upstream = run.layer(self.skeleton(), upstream)
             yield record
+        self._found.is_followed = True
 
     def skeleton(self) -> Skeleton:
         """The model of the calling thread, made on its first use."""

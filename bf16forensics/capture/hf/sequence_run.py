@@ -1,7 +1,8 @@
 """One sequence on its way through a Hugging Face model: forward once, then backward layer by layer.
 
-The model's own forward runs once; only the inputs of its layers are kept. Each layer is run again when its gradient
-arrives, so memory holds one layer's tensors and weights plus one [T, C] tensor a layer.
+The model's own forward runs once. The graphs of its first layers are kept as far as a budget reaches; of the others
+only the inputs are, and each is run again when its gradient arrives. So memory holds the budget, one layer's tensors
+and weights, and one [T, C] tensor a layer.
 
 Shapes: T tokens, C width, H query heads, D and E head sizes of q/k and v.
 """
@@ -17,9 +18,10 @@ import torch
 from bf16forensics.capture.activations import Activations
 from bf16forensics.capture.hf.attention import AttentionCall, handling
 from bf16forensics.capture.hf.head import LossHead
+from bf16forensics.capture.hf.held import counting, storages
 from bf16forensics.capture.hf.masks import SequenceMasks
 from bf16forensics.capture.hf.model import HFModel
-from bf16forensics.capture.hf.skeleton import LayerInput, Observer, Skeleton
+from bf16forensics.capture.hf.skeleton import LayerInput, Observer, RunLayer, Skeleton
 from bf16forensics.capture.hf.structure import LayerStructure, Structure
 from bf16forensics.capture.hf.trace import Watched, query_path, watching
 from bf16forensics.capture.path import QueryPath
@@ -44,6 +46,17 @@ class _Call:
     geometry: Geometry | None = None
 
 
+@dataclass(slots=True)
+class _Layer:
+    """A layer that has run with its graph."""
+
+    #: The leaf it started from, and what it gave.
+    hidden: torch.Tensor
+    output: torch.Tensor
+    call: _Call
+    watched: Watched
+
+
 class _Enough(Exception):
     """Without a loss, nothing after the attention call is wanted."""
 
@@ -51,8 +64,25 @@ class _Enough(Exception):
 class SequenceRun:
     """The run of one sequence. The skeleton is given anew to each step: steps may run in different threads."""
 
-    def __init__(self, model: HFModel, structure: Structure, activations: Activations, sequence: SequenceInput) -> None:
-        """Args: model, its structure, what it computes in, and the sequence."""
+    def __init__(
+        self,
+        model: HFModel,
+        structure: Structure,
+        activations: Activations,
+        sequence: SequenceInput,
+        *,
+        graph_bytes: int = 0,
+    ) -> None:
+        """Starts before the forward pass.
+
+        Args:
+            model: the model.
+            structure: how its attention is built.
+            activations: what it computes in.
+            sequence: token ids and targets.
+            graph_bytes: room for the graphs of layers. Without any, a layer that takes tensors from another one shows
+                itself when it is run again.
+        """
         self._model = model
         self._structure = structure
         self._activations = activations
@@ -61,6 +91,9 @@ class SequenceRun:
         # Padding that pads nothing is left out, as fused kernels leave it out: the model then tells documents apart.
         self._real = None if real is None or bool(real.all()) else real
         self._inputs: list[LayerInput] = []
+        self._graphs: dict[int, _Layer] = {}
+        self._room = graph_bytes
+        self._mapped = storages(model.directory.tensors.values())
         #: The geometries of the sequence's attention calls.
         self.masks = SequenceMasks(self._real, sequence.position_ids)
 
@@ -68,8 +101,8 @@ class SequenceRun:
         """Keeps the layers' inputs; gradient of the mean loss by the last layer's output, None without a loss."""
         model, arithmetic = skeleton.module, self._activations.arithmetic
         leaf: list[torch.Tensor] = []
-        observed = partial(skeleton.observed, self._observer(leaf))
-        # Nothing before the last layer's output requires a gradient, so no graph is built there.
+        observed = partial(skeleton.observed, self._observer(skeleton, leaf))
+        # Nothing that a layer hands on requires a gradient, so no graph reaches over several layers.
         with torch.enable_grad(), handling(self._attend):
             if not self._model.has_output_head:
                 with observed(), arithmetic():
@@ -79,6 +112,7 @@ class SequenceRun:
             found = head.pieces(leaf, observed, arithmetic) if head.in_pieces else None
             if found is None:
                 self._inputs.clear()
+                self._graphs.clear()
                 leaf.clear()
                 found = head.whole(leaf, observed, arithmetic)
         loss, gradient = found
@@ -95,36 +129,56 @@ class SequenceRun:
         given = self._inputs.pop()
         index = len(self._inputs)
         place = self._structure.layers[index]
-        hidden = given.hidden.detach().requires_grad_()
-        call, output = _Call(), hidden
-        with (
-            torch.enable_grad(),
-            handling(lambda made: self._keep(made, call, index)),
-            watching(skeleton, place.attention) as watched,
-            self._activations.arithmetic(),
-            suppress(_Enough),
-        ):
-            output = skeleton.run_layer(index, given, hidden)
+        ran = self._graphs.pop(index, None)
+        if ran is None:
+            with torch.enable_grad(), self._activations.arithmetic():
+                ran = self._run(skeleton, index, given.hidden, partial(skeleton.run_layer, index, given))
+        call, watched = ran.call, ran.watched
         path = query_path(skeleton, place, watched)
         do, further = None, None
         if upstream is not None and call.o is not None:
             # The input of layer 0 needs no gradient.
-            wanted = (call.o, hidden) if index > 0 else (call.o,)
-            gradients = torch.autograd.grad(output, wanted, upstream)
+            wanted = (call.o, ran.hidden) if index > 0 else (call.o,)
+            gradients = torch.autograd.grad(ran.output, wanted, upstream)
             do, further = self._activations.output_gradient(gradients[0]).contiguous(), gradients[-1]
         return self._record(index, call, do, self._projected(place, watched), path), further
 
-    def _observer(self, leaf: list[torch.Tensor]) -> Observer:
-        """Keeps the inputs of the layers, and puts a leaf in the place of the last layer's output."""
+    def _run(self, skeleton: Skeleton, index: int, hidden: torch.Tensor, run: RunLayer) -> _Layer:
+        """Runs a layer with its graph, from a leaf of its own."""
+        hidden = hidden.detach().requires_grad_()
+        call, output = _Call(), hidden
+        with (
+            handling(lambda made: self._keep(made, call, index)),
+            watching(skeleton, self._structure.layers[index].attention) as watched,
+            suppress(_Enough),
+        ):
+            output = run(hidden)
+        return _Layer(hidden=hidden, output=output, call=call, watched=watched)
+
+    def _forward_layer(self, skeleton: Skeleton, index: int, given: LayerInput, run: RunLayer) -> torch.Tensor:
+        """A layer's output in the forward pass; with its graph while there is room for more of them."""
+        if self._room <= 0 or not self._model.has_output_head:
+            return run(given.hidden)
+        with counting(self._mapped) as held:
+            ran = self._run(skeleton, index, given.hidden, run)
+        held.add(*ran.watched.inputs.values(), *ran.watched.outputs.values())
+        self._room -= held.bytes
+        if self._room >= 0:
+            self._graphs[index] = ran
+        return ran.output.detach()
+
+    def _observer(self, skeleton: Skeleton, leaf: list[torch.Tensor]) -> Observer:
+        """Runs the layers, keeps their inputs, and puts a leaf in the place of the last layer's output."""
         last = len(self._structure.layers) - 1
         before: list[torch.Tensor] = []
 
-        def observe(index: int, given: LayerInput, output: torch.Tensor) -> torch.Tensor:
+        def observe(index: int, given: LayerInput, run: RunLayer) -> torch.Tensor:
             if index != len(self._inputs) or (index > 0 and given.hidden is not before[0]):
                 raise InputError(
                     f"{self._model.family} changes hidden states between layers {index - 1} and {index}; "
                     "it cannot be analysed layer by layer"
                 )
+            output = self._forward_layer(skeleton, index, given, run)
             self._inputs.append(given)
             if index == last:
                 leaf.append(output.detach().requires_grad_(self._model.has_output_head))

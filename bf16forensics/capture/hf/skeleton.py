@@ -41,8 +41,12 @@ class LayerInput:
 class Observer(Protocol):
     """Sees the layers of a forward pass."""
 
-    def __call__(self, index: int, given: LayerInput, output: torch.Tensor, /) -> torch.Tensor:
-        """Gets the [1, N, C] output of a layer; what it returns goes on in its place."""
+    def __call__(self, index: int, given: LayerInput, run: "RunLayer", /) -> torch.Tensor:
+        """Runs a layer, on the hidden states given or on others; the [1, N, C] tensor that it returns goes on."""
+
+
+#: A layer as a function of [1, N, C] hidden states, everything else as it was called.
+RunLayer = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +158,24 @@ class Skeleton:
         part.forward = forward
 
     def _run_layer(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
         if self._observer is None:
-            return output
+            return original(*args, **kwargs)
         given = _layer_input(args, kwargs)
         if given is None:
             raise InputError(f"{self._where}: layer {index} gets no hidden states by a name that is known here")
-        if isinstance(output, torch.Tensor):
-            return self._observer(index, given, output)
-        more = [part for part in output[1:] if part is not None]
-        if more:
-            raise InputError(f"{self._where}: layer {index} returns {len(more) + 1} things; it cannot be run alone")
-        return (self._observer(index, given, output[0]), *output[1:])
+        beside: list[tuple[Any, ...]] = []
+
+        def run(hidden: torch.Tensor) -> torch.Tensor:
+            output = given.call(original, hidden)
+            if isinstance(output, torch.Tensor):
+                return output
+            if any(part is not None for part in output[1:]):
+                raise InputError(f"{self._where}: layer {index} returns several things; it cannot be run alone")
+            beside[:] = [tuple(output[1:])]
+            return output[0]
+
+        output = self._observer(index, given, run)
+        return (output, *beside[0]) if beside else output
 
     def _look_up(
         self, part: torch.nn.Embedding, original: Callable[..., Any], slot: _Slot, ids: torch.Tensor, *more: Any

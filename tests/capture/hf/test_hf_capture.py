@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from bf16forensics.attention.recipe_attention import RecipeAttention
 from bf16forensics.capture.activations import AmpActivations, Fp32Activations
+from bf16forensics.capture.hf import capture as capture_module
 from bf16forensics.capture.hf import head as head_module
 from bf16forensics.capture.hf import sequence_run as run_module
 from bf16forensics.capture.hf import skeleton as skeleton_module
@@ -76,6 +77,68 @@ def held(module: Any) -> set[str]:
     every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     kept = {name for name, value in every if not value.is_meta and value.untyped_storage().nbytes() > 4}
     return {name for name in kept if "inv_freq" not in name}
+
+
+@pytest.mark.parametrize("activations", ["fp32", "amp-bf16"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek"])
+def test_keeping_graphs_changes_no_bit(
+    hf: ModuleType, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str, activations: str
+) -> None:
+    """With no room, with room for the first layer only, and with room for all: layers are run again or not."""
+    chosen = Fp32Activations() if activations == "fp32" else AmpActivations(by_recipe=RecipeAttention(FA2))
+    ids, labels = hf.draw()
+    found, ran, again = [], [], []
+    original = skeleton_module.Skeleton.run_layer
+
+    def counted(self: Any, index: int, *more: Any) -> Any:
+        ran.append(index)
+        return original(self, index, *more)
+
+    monkeypatch.setattr(skeleton_module.Skeleton, "run_layer", counted)
+    for room in (0, 1, 2**30):
+        monkeypatch.setattr(capture_module, "GRAPH_BUDGET_BYTES", room)
+        capture = hf.open_capture(saved[family], chosen)
+        hf.run(capture, *hf.draw(seed=5))
+        ran.clear()
+        losses: list[float] = []
+        sequence = SequenceInput(index=0, step=None, ids=ids, labels=labels)
+        found.append((losses, list(capture.sequence_records(sequence, losses.append))))
+        again.append(list(ran))
+    layers = len(found[0][1])
+    # Room of one byte is spent by the first layer, which does not fit into it.
+    assert again == [[*range(layers - 1, -1, -1)]] * 2 + [[]]
+    for losses, records in found[1:]:
+        assert losses == found[0][0]
+        for record, other in zip(records, found[0][1], strict=True):
+            for name in ("q", "k", "v", "do", "x"):
+                assert torch.equal(getattr(record, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_graphs_are_kept_within_the_budget(
+    hf: ModuleType, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """As many of the first layers as fit: the first one alone when the room is that of one layer."""
+    ids, labels = hf.draw()
+    kept: list[list[int]] = []
+    original = run_module.SequenceRun.forward
+
+    def forward(self: Any, *more: Any) -> Any:
+        result = original(self, *more)
+        kept.append(sorted(self._graphs))
+        rooms.append(self._room)
+        return result
+
+    monkeypatch.setattr(run_module.SequenceRun, "forward", forward)
+    rooms: list[int] = []
+    for room in (2**30, 0):
+        monkeypatch.setattr(capture_module, "GRAPH_BUDGET_BYTES", room or (2**30 - rooms[1]) * 2 // 3)
+        capture = hf.open_capture(saved[family], Fp32Activations())
+        hf.run(capture, ids, labels)
+        sequence = SequenceInput(index=0, step=None, ids=ids, labels=labels)
+        next(iter(capture.sequence_records(sequence, lambda loss: None)))
+    # The first sequence of a capture keeps none.
+    assert kept == [[], [0, 1], [], [0]]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek"])

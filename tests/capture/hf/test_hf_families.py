@@ -157,7 +157,7 @@ def test_push_forward_is_the_finite_difference_of_the_models_own_code(case: Any)
     with (
         watching(skeleton, place.attention) as watched,
         handling(lambda call: call.q.new_zeros((*call.q.shape[:2], call.v.shape[-1]))),
-        skeleton.observed(lambda index, given, output: arguments.append(given) or output),
+        skeleton.observed(lambda index, given, run: arguments.append(given) or run(given.hidden)),
     ):
         skeleton.module(input_ids=case.ids[None], use_cache=False)
     name = place.query.module
