@@ -13,7 +13,7 @@ from bf16forensics.verdict.findings import (
     HeadVerdict,
 )
 from bf16forensics.verdict.thresholds import Thresholds
-from bf16forensics.verdict.words import about, listing, number
+from bf16forensics.verdict.words import about, count, listing, number
 
 #: Names of the parts of the dW_Q error in sentences.
 DELTA_PART = "delta part"
@@ -112,7 +112,7 @@ def _decide(head: HeadEvidence, limits: Thresholds, context: Context) -> _Decisi
         needed = max(limits.min_sequences, _sequences_needed(dw_q, limit) or 0)
         needs = f"needs at least {limits.min_sequences}"
         needs += f", probably about {about(needed)} sequences" if needed > limits.min_sequences else ""
-        return _undecided("BF901", f"{dw_q.sequences} sequences; {needs}", needed)
+        return _undecided("BF901", f"{count(dw_q.sequences, 'sequence')}; {needs}", needed)
     decided = _few_carry_it(dw_q, limit, limits)
     return decided or _by_bounds(head.delta_defect, dw_q, limits, context)
 

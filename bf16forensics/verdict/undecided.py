@@ -68,7 +68,7 @@ def _one(
     message = f"{count(len(heads), 'head')}: {_MESSAGES[code]} ({names_of(heads)})"
     if code == "BF901":
         message = (
-            f"{count(len(heads), 'head')}: {result.sequences} sequences, needs at least {limits.min_sequences}"
+            f"{count(len(heads), 'head')}: {count(result.sequences, 'sequence')}, needs at least {limits.min_sequences}"
             f" ({names_of(heads)})"
         )
     elif code == "BF902":

@@ -2,9 +2,9 @@
 
     python examples/benchmarks/hf_cost.py MODEL --batch FILE.safetensors [--sequences N] [--repeats R]
 
-The yardstick is the transformers model of the same directory in FP32, one step with gradients of all weights over the
-whole batch, by the faster of its eager and its sdpa attention. Both sides may use all cores. Nothing is timed unless the
-loss of a capture in which nothing is rounded equals the model's own to 1e-5.
+The yardstick is the transformers model of the same directory in FP32, one step with gradients of all weights over
+the whole batch, by the faster of its eager and its sdpa attention. Both sides may use all cores. Nothing is timed
+unless the loss of a capture in which nothing is rounded equals the loss of the model to 1e-5.
 """
 
 import argparse
