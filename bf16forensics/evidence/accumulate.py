@@ -6,7 +6,7 @@ runs and other thread counts must give the same bytes.
 Shapes: H query heads, G key/value heads, E head size of V, D head size of q and k, C width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -32,23 +32,6 @@ class SequenceEvidence:
     nonfinite: tuple[tuple[str, ...], ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class GradientSums:
-    """Sums over sequences of the parts that only the batch as a whole needs.
-
-    The matrices are float32, as the parts are: a sum of thousands of them is good to 1e-5, far beyond what the ratios
-    built from it are printed with.
-    """
-
-    full: np.ndarray
-    scores: np.ndarray
-    cast_ds: np.ndarray
-    cast_dq: np.ndarray
-    direction: np.ndarray
-    weight_sum: np.ndarray
-    weight_square_sum: np.ndarray
-
-
 class LayerAccumulator:
     """Everything about one layer that does not need the family of all heads."""
 
@@ -69,13 +52,15 @@ class LayerAccumulator:
         self.output: OutputSummary | None = None
         #: int64 [H] sequence of the largest output error.
         self.max_sequence = np.full(num_heads, -1)
-        self.gradients: GradientSums | None = None
+        #: float32 matrices, as the parts are: a sum of thousands of them is good to 1e-5, far beyond what the ratios
+        #: built from it are printed with.
+        self.gradients: SummedParts | None = None
         self.key_sum: np.ndarray | None = None
         self.key_count = 0
         self.nonfinite: list[tuple[str, ...]] = [()] * num_heads
 
     def add(self, evidence: SequenceEvidence) -> None:
-        """Adds one sequence."""
+        """Adds one sequence; its matrices of gradients may be written to from then on."""
         self.num_sequences += 1
         summary = evidence.summary
         if summary.delta is not None:
@@ -126,9 +111,9 @@ class LayerAccumulator:
         )
 
     def _add_gradients(self, parts: SummedParts) -> None:
-        names = ("full", "scores", "cast_ds", "cast_dq", "direction", "weight_sum", "weight_square_sum")
         if self.gradients is None:
-            self.gradients = GradientSums(**{name: getattr(parts, name).copy() for name in names})
+            # The first sequence's matrices become the sums: a copy of them would be the peak of a run over one.
+            self.gradients = parts
             return
-        for name in names:
-            getattr(self.gradients, name)[...] += getattr(parts, name)
+        for field in fields(SummedParts):
+            getattr(self.gradients, field.name)[...] += getattr(parts, field.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bf16forensics.evidence.accumulate import GradientSums
+from bf16forensics.evidence.gradient import SummedParts
 from bf16forensics.evidence.results import ErrorStatistics, GradientCoupling, StepRatio, Telescope
 from bf16forensics.evidence.statistics import (
     UNDEFINED_TEST,
@@ -136,7 +136,7 @@ def gradient_coupling(
     head: int,
     grams: HeadGrams,
     tests: FamilyTests,
-    sums: GradientSums,
+    sums: SummedParts,
     head_in_layer: int,
     key_mean: np.ndarray,
     steps: tuple[StepSpan, ...],
@@ -218,7 +218,7 @@ def _flat_share(gradients: np.ndarray, key_mean: np.ndarray) -> float:
     return float((along**2).sum()) / (length * power)
 
 
-def _coherence(total: np.ndarray, sums: GradientSums, head: int) -> float:
+def _coherence(total: np.ndarray, sums: SummedParts, head: int) -> float:
     """(|sum of rank-one terms|^2 - sum w^2) / ((sum w)^2 - sum w^2)."""
     square = float(sums.weight_square_sum[head])
     cross = float(sums.weight_sum[head]) ** 2 - square

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from bf16forensics.evidence.accumulate import GradientSums
 from bf16forensics.evidence.coupling import StepSpan, family_tests, gradient_coupling, head_grams
+from bf16forensics.evidence.gradient import SummedParts
 from bf16forensics.evidence.results import GradientCoupling
 from bf16forensics.evidence.statistics import bias_bounds, flip_tests, u_statistic
 from bf16forensics.evidence.store import GradientStore
@@ -35,7 +35,7 @@ def couple(
     for index in range(n):
         total = scores[index] + defect[index] + cast_ds[index] + cast_dq[index]
         store.put(slice(0, 1), index, hp[index][None], defect[index][None], total[None])
-    sums = GradientSums(
+    sums = SummedParts(
         full=parts.get("full", zero).sum(0, dtype=np.float64)[None],
         scores=scores.sum(0, dtype=np.float64)[None],
         cast_ds=cast_ds.sum(0, dtype=np.float64)[None],
