@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 #: Keys that no number depends on, or that this package settles itself.
 HARMLESS = frozenset(
-    "_attn_implementation _commit_hash _experts_implementation _flash_attn_2_enabled _name_or_path "
+    "_attn_implementation _commit_hash _experts_implementation _flash_attn_2_enabled _name_or_path _model_name_or_path "
     "add_cross_attention architectures attn_implementation auto_map aux_loss_alpha bad_words_ids "
     "chunk_size_feed_forward classifier_dropout compression_config dtype ep_size "
     "experts_implementation finetuning_task gradient_checkpointing id2label is_decoder is_encoder_decoder "
