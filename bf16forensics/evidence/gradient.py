@@ -10,7 +10,7 @@ Shapes: H query heads, N queries, D head size, C width of X.
 Reference: arXiv 2510.04212, equation 2.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -83,9 +83,21 @@ class SummedParts:
     weight_square_sum: np.ndarray
 
 
-def summed_parts(parts: GradientParts) -> SummedParts:
-    """Copies of what is to be summed, so that the memory of the rest can be given back."""
-    return SummedParts(**{field.name: np.array(getattr(parts, field.name)) for field in fields(SummedParts)})
+#: Matrices of `SummedParts`.
+SUMMED_MATRICES = ("full", "scores", "cast_ds", "cast_dq", "direction")
+
+
+def summed_parts(parts: GradientParts, into: np.ndarray) -> SummedParts:
+    """Copies of what is to be summed, so that the memory of the rest can be given back.
+
+    Args:
+        parts: of one layer of one sequence.
+        into: float32 [5, H, D, C] to be filled with the matrices; the result's are views of it.
+    """
+    for target, name in zip(into, SUMMED_MATRICES, strict=True):
+        target[...] = getattr(parts, name)
+    sums = {"weight_sum": parts.weight_sum.copy(), "weight_square_sum": parts.weight_square_sum.copy()}
+    return SummedParts(**dict(zip(SUMMED_MATRICES, into, strict=True)), **sums)
 
 
 def gradient_parts(

@@ -16,7 +16,7 @@ from bf16forensics.evidence.assemble import DeltaTests, delta_defined, head_evid
 from bf16forensics.evidence.coupling import NOT_TESTED, StepSpan, family_tests, gradient_coupling, head_grams
 from bf16forensics.evidence.finite import nonfinite_weights
 from bf16forensics.evidence.functional import score_variance
-from bf16forensics.evidence.gradient import GradientParts, SummedParts, summed_parts
+from bf16forensics.evidence.gradient import SUMMED_MATRICES, GradientParts, SummedParts, summed_parts
 from bf16forensics.evidence.results import GradientCoupling, HeadEvidence
 from bf16forensics.evidence.spectrum import layer_spectra
 from bf16forensics.evidence.statistics import sum_tests
@@ -46,6 +46,9 @@ class Collector:
         self._layers = [LayerAccumulator(shape.num_heads, max_rows) for _ in range(shape.num_layers)]
         self._store: GradientStore | None = None
         self._store_lock = threading.Lock()
+        #: By sequence that is not added yet: float32 [L, 5, H, D, C]. In one piece, because small ones that live long
+        #: between large ones that do not would keep a third more memory busy than is used.
+        self._summed: dict[int, np.ndarray] = {}
         self.num_sequences = 0
 
     def keep_gradients(self, layer: int, sequence: int, parts: GradientParts) -> SummedParts:
@@ -58,13 +61,18 @@ class Collector:
             if self._store is None:
                 size = int(np.prod(parts.hp.shape[1:]))
                 self._store = GradientStore(heads * len(self._layers), self._shape.num_sequences, size)
+            if sequence not in self._summed:
+                shape = (len(self._layers), len(SUMMED_MATRICES), *parts.hp.shape)
+                self._summed[sequence] = np.empty(shape, np.float32)
+            into = self._summed[sequence][layer]
         self._store.put(slice(layer * heads, (layer + 1) * heads), sequence, parts.hp, parts.defect, parts.total)
-        return summed_parts(parts)
+        return summed_parts(parts, into)
 
     def add(self, layers: tuple[SequenceEvidence, ...]) -> None:
         """Adds one sequence's evidence of every layer."""
         for evidence in layers:
             self._layers[evidence.layer].add(evidence)
+            self._summed.pop(evidence.sequence, None)
         self.num_sequences += 1
 
     def heads(self, probes: tuple[AttentionRecord, ...]) -> tuple[HeadEvidence, ...]:

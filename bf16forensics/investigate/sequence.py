@@ -18,6 +18,9 @@ from bf16forensics.evidence.summary import summarise
 from bf16forensics.investigate.memory import give_memory_back
 from bf16forensics.recipe.model import Recipe
 
+#: Layers after which freed memory goes back to the system. More often costs page faults, more seldom memory.
+_LAYERS_A_TRIM = 10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalizeOptions:
@@ -87,6 +90,8 @@ class SequenceWork:
                     observed.append(observation)
                 if keep:
                     kept.append(record)
+                if len(layers) % _LAYERS_A_TRIM == 0:
+                    give_memory_back()
                 before = time.perf_counter()
                 evidence_s += before - captured
         give_memory_back()
