@@ -1,6 +1,7 @@
 """`bf16forensics localize`: which layers and heads carry rounding error that matters, with signs and a verdict."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -139,34 +140,35 @@ def localize(
     if record is not None and checkpoint is None:
         _refuse(context, _MODEL_OPTIONS, "a checkpoint")
     started = time.perf_counter()
-    opened = open_source(
-        None
-        if checkpoint is None
-        else ModelInput(
-            checkpoint=checkpoint,
-            batch=batch,
-            indices=indices,
-            lines=lines,
-            sequences=sequences,
-            first_step=first_step,
-            n_head=n_head,
-            activations=activations.value,
-            recipe=chosen,
-            allow_bin=allow_bin,
-        ),
-        None
-        if record is None
-        else RecordInput(
-            path=record,
-            layout=None if layout is None else layout.value,
-            dtype=None if dtype is None else dtype.value,
-            sequences=sequences,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            scale=scale,
-        ),
-    )
+    with _reading():
+        opened = open_source(
+            None
+            if checkpoint is None
+            else ModelInput(
+                checkpoint=checkpoint,
+                batch=batch,
+                indices=indices,
+                lines=lines,
+                sequences=sequences,
+                first_step=first_step,
+                n_head=n_head,
+                activations=activations.value,
+                recipe=chosen,
+                allow_bin=allow_bin,
+            ),
+            None
+            if record is None
+            else RecordInput(
+                path=record,
+                layout=None if layout is None else layout.value,
+                dtype=None if dtype is None else dtype.value,
+                sequences=sequences,
+                causal=causal,
+                window=window,
+                softcap=softcap,
+                scale=scale,
+            ),
+        )
     run = LocalizeRun(
         opened=opened,
         recipe=chosen,
@@ -180,6 +182,14 @@ def localize(
     )
     outputs = Outputs(case=output, plot=plot, as_json=as_json, top=top, fail_on=fail_on.value, force=force)
     raise typer.Exit(run.execute(outputs))
+
+
+def _reading() -> AbstractContextManager[object]:
+    """A sign of life while files are hashed and libraries imported: on a terminal only."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console.status("reading the input") if console.is_terminal else nullcontext()
 
 
 def _check_plot(plot: Path, case: Path | None, *, force: bool) -> None:
