@@ -20,8 +20,8 @@ from bf16forensics.attention.lp import (
     score_gradient,
 )
 from bf16forensics.attention.operands import forward_operands
-from bf16forensics.attention.scores import Block, lp_scores, product
-from bf16forensics.attention.tiles import plan_tiles, query_tile, seen_keys
+from bf16forensics.attention.scores import Block, LpScores, lp_scores, product
+from bf16forensics.attention.tiles import TilePlan, plan_tiles, query_tile, seen_keys
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.rounding import round_to
 from bf16forensics.emulate.strict import strict_fp32
@@ -72,6 +72,49 @@ def recipe_gradients(record: AttentionRecord, recipe: Recipe) -> RecipeGradients
     return RecipeGradients(o=o, dq=dq, dk=dk, dv=dv)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardBlock:
+    """A block of rows on its way back, with what its forward pass gave."""
+
+    #: [H, R, D] queries of the block, [H, M, D] keys, [H, M, E] values, as stored.
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    #: [H, R, E] gradient of the output, and the output by the recipe.
+    do: torch.Tensor
+    o: torch.Tensor
+    #: [H, R, K] P of the backward pass before its cast.
+    p: torch.Tensor
+    #: Scores, for their soft-cap; their values are not read.
+    scores: LpScores
+    block: Block
+    plan: TilePlan
+    #: Softmax scale.
+    scale: float
+
+
+def add_gradients(
+    part: BackwardBlock, buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], recipe: Recipe
+) -> None:
+    """Adds a block's parts to the buffers of dQ [H, N, D], dK [H, M, D] and dV [H, M, E], FP32, in place."""
+    rows, seen, do = slice(*part.block.rows), slice(*part.block.keys), part.do
+    dp = round_to(product(do, part.v[:, seen].mT, recipe.arithmetic), recipe.dp)
+    terms = (part.p * dp).double() if recipe.delta_source == "dp" else delta_products(do, part.o, recipe)
+    ds = score_gradient(part.p, dp, round_delta(terms.sum(-1), recipe), part.scores, part.scale, recipe)
+    p = round_to(part.p, recipe.p_backward)
+    factor = product_scale(recipe, part.scale)
+    dq, dk, dv = buffers
+    for first, last in part.plan.tiles:
+        tile = slice(seen.start + first, seen.start + last)
+        ds_tile, p_tile = ds[..., first:last], p[..., first:last]
+        for buffer, where, added, storage in (
+            (dq, rows, product(ds_tile, part.k[:, tile], recipe.arithmetic) * factor, recipe.dq),
+            (dk, tile, product(ds_tile.mT, part.q, recipe.arithmetic) * factor, recipe.dkv),
+            (dv, tile, product(p_tile.mT, do, recipe.arithmetic), recipe.dkv),
+        ):
+            add_tile(buffer, where, added, storage, recipe.gradients_at)
+
+
 def _head(
     record: AttentionRecord, recipe: Recipe, head: int, all_do: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,7 +124,6 @@ def _head(
     forward_of = forward_operands(record, recipe, slice(head, head + 1))
     geometry, scale = record.geometry.for_heads(slice(head, head + 1)), record.geometry.scale
     scaled = replace(geometry, scale=forward_of.scale)
-    gradient_scale = product_scale(recipe, scale)
     tile_q = query_tile(recipe, geometry, q.shape[-1], num_queries, num_keys)
     o, dq = torch.zeros_like(do), torch.zeros_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -96,20 +138,21 @@ def _head(
         bias = geometry.bias_block(rows, keys)
         scores = lp_scores(forward_of.q[:, own], forward_of.k[:, seen], scaled, recipe, block, bias)
         forward = forward_rows(scores, forward_of.v[:, seen], plan, recipe, forward_of.value_scale)
-        p = backward_probabilities(scores, forward, recipe)
-        dp = round_to(product(do[:, own], v[:, seen].transpose(-1, -2), recipe.arithmetic), recipe.dp)
-        from_p = recipe.delta_source == "dp"
-        terms = (p * dp).double() if from_p else delta_products(do[:, own], forward.o, recipe)
-        ds = score_gradient(p, dp, round_delta(terms.sum(-1), recipe), scores, scale, recipe)
-        p = round_to(p, recipe.p_backward)
         o[:, own] = forward.o
-        for first, last in plan.tiles:
-            tile = slice(seen.start + first, seen.start + last)
-            ds_tile, p_tile = ds[..., first:last], p[..., first:last]
-            for buffer, where, added, storage in (
-                (dq, own, product(ds_tile, k[:, tile], recipe.arithmetic) * gradient_scale, recipe.dq),
-                (dk, tile, product(ds_tile.mT, q[:, own], recipe.arithmetic) * gradient_scale, recipe.dkv),
-                (dv, tile, product(p_tile.mT, do[:, own], recipe.arithmetic), recipe.dkv),
-            ):
-                add_tile(buffer, where, added, storage, recipe.gradients_at)
+        add_gradients(
+            BackwardBlock(
+                q=q[:, own],
+                k=k,
+                v=v,
+                do=do[:, own],
+                o=forward.o,
+                p=backward_probabilities(scores, forward, recipe),
+                scores=scores,
+                block=block,
+                plan=plan,
+                scale=scale,
+            ),
+            (dq, dk, dv),
+            recipe,
+        )
     return o[0], round_to(dq, recipe.dq)[0], round_to(dk, recipe.dkv)[0], round_to(dv, recipe.dkv)[0]

@@ -13,18 +13,10 @@ from typing import Any
 
 import torch
 
-from bf16forensics.attention.lp import (
-    LpRows,
-    add_tile,
-    backward_probabilities,
-    delta_products,
-    forward_rows,
-    product_scale,
-    round_delta,
-    score_gradient,
-)
+from bf16forensics.attention.backward import BackwardBlock, add_gradients
+from bf16forensics.attention.lp import LpRows, backward_probabilities, forward_rows
 from bf16forensics.attention.operands import Operands, forward_operands, shares_factors
-from bf16forensics.attention.scores import Block, LpScores, lp_scores, product
+from bf16forensics.attention.scores import Block, LpScores, lp_scores
 from bf16forensics.attention.tiles import TilePlan, heads_differ, plan_tiles, query_tile, seen_keys
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.rounding import round_to
@@ -223,24 +215,24 @@ def _add_gradients(
     recipe: Recipe,
 ) -> None:
     """Adds a piece's parts to the buffers of dQ [H, N, D], dK [H, M, D] and dV [H, M, E]; `do` is [H, R, E]."""
-    heads, seen = piece.heads, piece.keys
-    scale = heads.geometry.scale
+    heads = piece.heads
     p, scores = kept.p, kept.cap
     if p is None or scores is None:
         scores = piece.scores(recipe)
         p = backward_probabilities(scores, kept.rows, recipe)
-    dp = round_to(product(do, heads.v[:, seen].mT, recipe.arithmetic), recipe.dp)
-    terms = (p * dp).double() if recipe.delta_source == "dp" else delta_products(do, kept.rows.o, recipe)
-    ds = score_gradient(p, dp, round_delta(terms.sum(-1), recipe), scores, scale, recipe)
-    p = round_to(p, recipe.p_backward)
-    factor = product_scale(recipe, scale)
-    dq, dk, dv = buffers
-    for first, last in piece.plan.tiles:
-        tile = slice(seen.start + first, seen.start + last)
-        ds_tile, p_tile = ds[..., first:last], p[..., first:last]
-        for buffer, where, added, storage in (
-            (dq, piece.rows, product(ds_tile, heads.k[:, tile], recipe.arithmetic) * factor, recipe.dq),
-            (dk, tile, product(ds_tile.mT, heads.q[:, piece.rows], recipe.arithmetic) * factor, recipe.dkv),
-            (dv, tile, product(p_tile.mT, do, recipe.arithmetic), recipe.dkv),
-        ):
-            add_tile(buffer, where, added, storage, recipe.gradients_at)
+    add_gradients(
+        BackwardBlock(
+            q=heads.q[:, piece.rows],
+            k=heads.k,
+            v=heads.v,
+            do=do,
+            o=kept.rows.o,
+            p=p,
+            scores=scores,
+            block=piece.block,
+            plan=piece.plan,
+            scale=heads.geometry.scale,
+        ),
+        buffers,
+        recipe,
+    )

@@ -107,8 +107,8 @@ def open_model(given: ModelInput) -> Opened:
     if given.batch is None:
         raise InputError("--batch FILE is missing: the recorded batch the checkpoint is run on")
     if given.checkpoint.is_dir():
-        return _open_hf(given)
-    return _open_nanogpt(given)
+        return _open_hf(given, given.batch)
+    return _open_nanogpt(given, given.batch)
 
 
 def _activations(given: ModelInput) -> "Activations":
@@ -120,13 +120,10 @@ def _activations(given: ModelInput) -> "Activations":
     return AmpActivations(by_recipe=RecipeAttention(given.recipe))
 
 
-def _batch(given: ModelInput, block_size: int, vocab_size: int, iter_num: int | None) -> "RecordedBatch":
+def _batch(given: ModelInput, batch: Path, block_size: int, vocab_size: int, iter_num: int | None) -> "RecordedBatch":
     from bf16forensics.load.batch import load_token_batch
     from bf16forensics.load.tensor_batch import load_tensor_batch
 
-    batch = given.batch
-    if batch is None:
-        raise InputError("--batch FILE is missing")
     if given.indices is not None:
         return load_token_batch(
             batch,
@@ -145,7 +142,7 @@ def _batch(given: ModelInput, block_size: int, vocab_size: int, iter_num: int | 
     return load_tensor_batch(batch, block_size=block_size, vocab_size=vocab_size, sequences=given.sequences)
 
 
-def _open_nanogpt(given: ModelInput) -> Opened:
+def _open_nanogpt(given: ModelInput, recorded: Path) -> Opened:
     from bf16forensics.capture.nanogpt import NanoGPTCapture
     from bf16forensics.capture.nanogpt_source import NanoGPTSource
     from bf16forensics.load.files import FileFacts
@@ -155,7 +152,7 @@ def _open_nanogpt(given: ModelInput) -> Opened:
         raise InputError("--allow-bin goes with a Hugging Face directory only; leave it out")
     checkpoint = load_nanogpt(given.checkpoint, n_head=given.n_head)
     config = checkpoint.config
-    batch = _batch(given, config.block_size, config.vocab_size, checkpoint.iter_num)
+    batch = _batch(given, recorded, config.block_size, config.vocab_size, checkpoint.iter_num)
     head_size = config.n_embd // config.n_head
     facts = FileFacts(
         role="checkpoint", path=checkpoint.path, size_bytes=checkpoint.size_bytes, sha256=checkpoint.sha256
@@ -178,7 +175,7 @@ def _open_nanogpt(given: ModelInput) -> Opened:
     )
 
 
-def _open_hf(given: ModelInput) -> Opened:
+def _open_hf(given: ModelInput, recorded: Path) -> Opened:
     from bf16forensics.capture.hf.capture import hf_capture
     from bf16forensics.capture.hf.model import load_hf_model
     from bf16forensics.capture.hf.source import HFSource
@@ -187,7 +184,7 @@ def _open_hf(given: ModelInput) -> Opened:
         raise InputError("--n-head goes with a bare nanoGPT state dict only: config.json says it; leave it out")
     model = load_hf_model(given.checkpoint, allow_bin=given.allow_bin)
     positions, entries = model.config.max_position_embeddings, model.config.vocab_size
-    batch = _batch(given, positions, entries, None)
+    batch = _batch(given, recorded, positions, entries, None)
     source = HFSource(capture=hf_capture(model, _activations(given)), batch=batch)
     missing = None if model.has_output_head else f"no output head: {given.checkpoint} holds no lm_head and ties none"
     return Opened(

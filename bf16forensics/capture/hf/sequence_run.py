@@ -28,7 +28,6 @@ from bf16forensics.capture.path import QueryPath
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.capture.sequence import SequenceInput
 from bf16forensics.capture.source import LossSink
-from bf16forensics.emulate.rounding import round_to
 from bf16forensics.emulate.strict import strict_fp32
 from bf16forensics.errors import InputError
 from bf16forensics.geometry.geometry import Geometry
@@ -231,9 +230,8 @@ class SequenceRun:
         """[T, C] input of the query projection as the product read it; None where W_Q is not known."""
         if place.query is None:
             return None
-        given = watched.inputs[place.query.module].reshape(-1, place.query.width).float()
-        # Under mixed precision a linear layer reads its input in BF16.
-        return round_to(given, "bf16") if self._activations.name == "amp-bf16" else given
+        given = watched.inputs[place.query.module].reshape(-1, place.query.width)
+        return self._activations.projection_input(given)
 
     def _record(
         self,
