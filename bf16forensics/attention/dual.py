@@ -75,7 +75,7 @@ def dual_pass(record: AttentionRecord, recipe: Recipe, reference: str = "fp64") 
     dtype = _REFERENCE_DTYPES[reference]
     with torch.no_grad(), strict_fp32():
         # Last rows first: causal blocks then shrink and fit into the memory that the larger ones before them gave back.
-        blocks = tuple(_blocks(record, recipe))[::-1]
+        blocks = row_blocks(record, recipe)[::-1]
         chunks = [
             _concatenate([_block(heads, record.geometry, span, recipe, block) for block in blocks][::-1], dim=1)
             for span, heads in _chunks(record, recipe, dtype)
@@ -84,7 +84,9 @@ def dual_pass(record: AttentionRecord, recipe: Recipe, reference: str = "fp64") 
     return whole
 
 
-def _blocks(record: AttentionRecord, recipe: Recipe) -> Iterator[Block]:
+def row_blocks(record: AttentionRecord, recipe: Recipe) -> tuple[Block, ...]:
+    """The blocks of rows that a record is computed in, in order; every one holds at least one key, visible or not."""
+    found = []
     num_queries, num_keys = record.q.shape[1], record.k.shape[1]
     edges = row_edges(recipe, record.geometry, record.q.shape[-1], num_queries, num_keys)
     starts = sorted({*range(0, num_queries, _rows_per_block(record, recipe)), *edges})
@@ -93,7 +95,8 @@ def _blocks(record: AttentionRecord, recipe: Recipe) -> Iterator[Block]:
         if keys[0] == keys[1]:
             # Rows that can see nothing still need one (invisible) key to be computed as fully masked.
             keys = (min(keys[0], num_keys - 1), min(keys[0], num_keys - 1) + 1)
-        yield Block(rows=(start, end), keys=keys, num_queries=num_queries, num_keys=num_keys)
+        found.append(Block(rows=(start, end), keys=keys, num_queries=num_queries, num_keys=num_keys))
+    return tuple(found)
 
 
 def _rows_per_block(record: AttentionRecord, recipe: Recipe) -> int:

@@ -127,15 +127,15 @@ def gradient_parts(
     )
     heads = dq.hp.shape[0]
     stages = torch.stack([part.float() for part in rows])
-    carrier = dq.carrier_lp
+    lengths = rows[-1].norm(dim=-1)
     if path is not None:
         stages = path.pull_back(stages).float()
-        carrier = path.pull_back(carrier[None])[0].double()
+        lengths = stages[-1].double().norm(dim=-1)
     products = weight_gradient(stages.flatten(0, 1), x.float()).numpy()
     hp, full, scores, defect, cast_ds, cast_dq, direction = (
         products[i * heads : (i + 1) * heads] for i in range(len(rows))
     )
-    weight = delta.defect.abs() * carrier.norm(dim=-1) * x.double().norm(dim=-1)
+    weight = lengths * x.double().norm(dim=-1)
     return GradientParts(
         hp=hp,
         total=scores + defect + cast_ds + cast_dq,

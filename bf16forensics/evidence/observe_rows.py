@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bf16forensics.attention.dual import ROWS_PER_BLOCK
+from bf16forensics.attention.dual import row_blocks
 from bf16forensics.attention.operands import Operands, forward_operands
 from bf16forensics.attention.result import RowMaxima
 from bf16forensics.attention.scores import Block, LpScores, lp_scores
-from bf16forensics.attention.tiles import row_edges
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.evidence.observe_results import RepeatedRow
 from bf16forensics.recipe.model import Recipe
@@ -90,9 +89,8 @@ def _scores(
 
     The scores are [1, R, K], R all rows of the block.
     """
-    num_queries, num_keys = record.q.shape[1], record.k.shape[1]
-    edges = row_edges(recipe, record.geometry, record.q.shape[-1], num_queries, num_keys)
-    starts = sorted({*range(0, num_queries, ROWS_PER_BLOCK), *edges})
+    blocks = row_blocks(record, recipe)
+    starts = [block.rows[0] for block in blocks]
     by_block: dict[tuple[int, int], list[int]] = {}
     for head, query in zip(heads.tolist(), queries.tolist(), strict=True):
         by_block.setdefault((head, bisect_right(starts, query) - 1), []).append(query)
@@ -101,12 +99,10 @@ def _scores(
     for head, number in sorted(by_block):
         if operands is None or head != last:
             operands, last = forward_operands(record, recipe, slice(head, head + 1)), head
-        rows = (starts[number], starts[number + 1] if number + 1 < len(starts) else num_queries)
-        keys = record.geometry.key_range(*rows, num_queries, num_keys)
-        block = Block(rows=rows, keys=keys, num_queries=num_queries, num_keys=num_keys)
+        block = blocks[number]
         geometry = replace(record.geometry.for_heads(slice(head, head + 1)), scale=operands.scale)
-        bias = geometry.bias_block(rows, keys)
-        q, k = operands.q[:, slice(*rows)], operands.k[:, slice(*keys)]
+        bias = geometry.bias_block(block.rows, block.keys)
+        q, k = operands.q[:, slice(*block.rows)], operands.k[:, slice(*block.keys)]
         yield head, by_block[head, number], block, lp_scores(q, k, geometry, recipe, block, bias)
 
 
