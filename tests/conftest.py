@@ -10,6 +10,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+# Triton decides when a jit function is defined, its own library's among them, whether kernels are interpreted: so the
+# variable is set before any test module is read.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 try:
     from hypothesis import settings

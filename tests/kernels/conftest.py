@@ -1,15 +1,10 @@
 """Kernel tests run natively where there is a GPU, and under Triton's interpreter where there is none.
 
-Triton decides when a jit function is defined, so the variable is set before any test module of this folder is read.
+The conftest of all tests switches the interpreter on before Triton is imported.
 """
-
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
