@@ -51,12 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     import typer
 
-    from bf16forensics.cli import app
+    from bf16forensics.cli import build
 
     try:
         # Not standalone: the library would turn an abort into 1, which here means "findings".
         arguments = list(sys.argv[1:] if argv is None else argv)
-        code = app(args=arguments, prog_name="bf16forensics", standalone_mode=False, obj=tuple(arguments))
+        code = build(*arguments[:1])(
+            args=arguments, prog_name="bf16forensics", standalone_mode=False, obj=tuple(arguments)
+        )
     except typer.Abort:
         return _fail("interrupted", _INTERRUPTED)
     except typer.TyperException as error:

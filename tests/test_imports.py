@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 
-from bf16forensics.cli import app
+from bf16forensics.cli import build
 
 HEAVY = ("torch", "triton", "numpy", "safetensors", "matplotlib", "transformers")
 
@@ -23,7 +23,7 @@ top = {name.split(".")[0] for name in sys.modules}
 print(json.dumps({"code": code, "loaded": sorted(top), "kernels": "kernels" in sys.modules}))
 """
 
-COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+COMMANDS = sorted(typer.main.get_command(build()).commands)  # type: ignore[attr-defined]
 
 
 def probe(run_python: Callable[..., Any], args: Sequence[str], **options: Any) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def probe(run_python: Callable[..., Any], args: Sequence[str], **options: Any) -
         (["--help"], 0),
         (["-h"], 0),
         (["--version"], 0),
+        (["bits", "1", "2"], 0),
         (["recipe", "list"], 0),
         (["recipe", "list", "--json"], 0),
         (["recipe", "show", "paper+o_bar=fp32"], 0),

@@ -29,8 +29,8 @@ ROOMS = (
 #: Modules at the top of the package that every room may import; `bf16forensics` itself holds the version.
 GROUND = ("bf16forensics", "bf16forensics.errors")
 WITHOUT_TORCH = ("floats", "recipe", "verdict", "report")
-#: Modules of those rooms that handle tensors: the writer of a case's tensors.
-TORCH_ALLOWED = ("bf16forensics.report.case", "bf16forensics.report.tensors")
+#: Modules of those rooms that handle tensor files: the writer of a case's tensors, and (without torch) that of arrays.
+TORCH_ALLOWED = ("bf16forensics.report.array_file", "bf16forensics.report.case", "bf16forensics.report.tensors")
 WITHOUT_NUMPY = ("recipe", "verdict")
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "data" not in path.relative_to(PACKAGE).parts)

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from bf16forensics.attention.hp import HpRows, gather_rows, reference_rows
-from bf16forensics.attention.lp import LpRows, backward_probabilities, forward_rows
-from bf16forensics.attention.maxima import count_ones, count_shared_maximum
-from bf16forensics.attention.operands import Operands, forward_operands, shares_factors
+from bf16forensics.attention.hp import gather_rows, reference_rows
+from bf16forensics.attention.lp import backward_probabilities, forward_rows
+from bf16forensics.attention.maxima import count_ones, row_maxima
+from bf16forensics.attention.operands import Operands, forward_operands, shares_factors, value_format
 from bf16forensics.attention.query_gradient import GradientInputs, query_gradients
-from bf16forensics.attention.result import DualPass, RowMaxima
-from bf16forensics.attention.scores import Block, HpScores, LpScores, hp_scores, lp_scores
+from bf16forensics.attention.result import DualPass
+from bf16forensics.attention.scores import Block, hp_scores, lp_scores
+from bf16forensics.attention.ties import TieBlock, has_ties, tie_rows
 from bf16forensics.attention.tiles import heads_differ, plan_tiles, query_tile, row_edges, seen_keys
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.strict import strict_fp32
@@ -40,8 +41,9 @@ _REFERENCE_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class _Heads:
     """Tensors of the heads of one chunk, key/value heads repeated for their query heads."""
 
-    #: What the recipe's forward pass multiplies.
+    #: What the recipe's forward pass multiplies, and the format of its v.
     forward: Operands
+    v_format: str
     #: [H, M, D] keys as stored, for the recipe's backward pass.
     k: torch.Tensor
     do: torch.Tensor | None
@@ -70,12 +72,38 @@ def dual_pass(record: AttentionRecord, recipe: Recipe, reference: str = "fp64") 
 
     Reference: arXiv 2510.04212, section 3.3.1 and equations 1 to 3.
     """
+    return _through(record, recipe, reference, row_blocks(record, recipe))
+
+
+def dual_pass_at(
+    record: AttentionRecord, recipe: Recipe, token: int, reference: str = "fp64"
+) -> tuple[DualPass, tuple[int, int]]:
+    """Runs the block of rows that holds one query through a recipe and through high precision.
+
+    Args:
+        record: as for `dual_pass`.
+        recipe: as for `dual_pass`.
+        token: the query, in [0, N).
+        reference: as for `dual_pass`.
+
+    Returns:
+        The rows of the block, bit for bit those of `dual_pass`, and which they are, [start, end).
+
+    Raises:
+        InputError: unknown reference.
+        ForensicsError: as `dual_pass`.
+    """
+    block = next(block for block in row_blocks(record, recipe) if block.rows[0] <= token < block.rows[1])
+    return _through(record, recipe, reference, (block,)), block.rows
+
+
+def _through(record: AttentionRecord, recipe: Recipe, reference: str, blocks: tuple[Block, ...]) -> DualPass:
     if reference not in _REFERENCE_DTYPES:
         raise InputError(f"reference must be fp32 or fp64; got {reference!r}")
     dtype = _REFERENCE_DTYPES[reference]
     with torch.no_grad(), strict_fp32():
         # Last rows first: causal blocks then shrink and fit into the memory that the larger ones before them gave back.
-        blocks = row_blocks(record, recipe)[::-1]
+        blocks = blocks[::-1]
         chunks = [
             _concatenate([_block(heads, record.geometry, span, recipe, block) for block in blocks][::-1], dim=1)
             for span, heads in _chunks(record, recipe, dtype)
@@ -123,6 +151,7 @@ def _chunks(record: AttentionRecord, recipe: Recipe, dtype: torch.dtype) -> Iter
             span,
             _Heads(
                 forward=forward,
+                v_format=value_format(record, recipe),
                 k=k,
                 do=do,
                 q_hp=q.to(dtype),
@@ -142,7 +171,9 @@ def _block(heads: _Heads, geometry: Geometry, span: slice, recipe: Recipe, block
 
     scaled = geometry if forward.scale == geometry.scale else replace(geometry, scale=forward.scale)
     lp_s = lp_scores(forward.q[:, rows], forward.k[:, keys], scaled, recipe, block, bias)
-    lp = forward_rows(lp_s, forward.v[:, keys], plan, recipe, forward.value_scale)
+    v = forward.v[:, keys]
+    lp = forward_rows(lp_s, v, plan, recipe, forward.value_scale, keep_final=has_ties(recipe))
+    ones = count_ones(lp_s, lp, recipe)
     hp_s = hp_scores(heads.q_hp[:, rows], k_hp, geometry, block, bias)
     hp = reference_rows(hp_s, v_hp)
 
@@ -176,48 +207,21 @@ def _block(heads: _Heads, geometry: Geometry, span: slice, recipe: Recipe, block
         o_err=lp_minus_top - hp.o_minus_top,
         lse_lp=lp.lse.double(),
         lse_hp=hp.lse,
-        maxima=_maxima(lp_s, lp, hp_s, hp, lp_minus_top, recipe),
+        maxima=row_maxima(ones, hp_s, hp, lp_minus_top),
+        ties=tie_rows(
+            TieBlock(
+                recipe=recipe,
+                ones=ones,
+                lp=lp,
+                v=v,
+                v_format=heads.v_format,
+                value_scale=forward.value_scale,
+                first_key=block.keys[0],
+            )
+        ),
         delta=delta,
         dq=dq,
     )
-
-
-def _maxima(
-    lp_s: LpScores, lp: LpRows, hp_s: HpScores, hp: HpRows, lp_minus_top: torch.Tensor, recipe: Recipe
-) -> RowMaxima:
-    ones = count_ones(lp_s, lp, recipe)
-    heads, rows, num_keys = hp_s.values.shape
-    seen = hp.row_max > -torch.inf
-    if hp_s.visible is None:
-        visible = torch.full((heads, rows), num_keys)
-        first = torch.zeros((heads, rows), dtype=torch.long)
-    else:
-        visible = hp_s.visible.sum(-1).expand(heads, rows).contiguous()
-        first = hp_s.visible.to(torch.uint8).argmax(-1).expand(heads, rows)
-    p_first = torch.gather(hp.p_others, -1, first[..., None])[..., 0].double()
-    largest = torch.maximum(hp.row_max.abs(), _lowest(hp_s).abs())
-    return RowMaxima(
-        ones_fp32=ones.fp32_exact,
-        ones_rounded=ones.rounded,
-        near=ones.near,
-        shared=count_shared_maximum(hp_s.values, hp.row_max),
-        visible=visible,
-        sink=torch.where(first == hp.top, hp.p_top, p_first) * seen,
-        score_abs_max=largest.masked_fill(~seen, 0.0),
-        swamped=((lp_minus_top == 0).double().mean(-1) > 0.9) & seen,
-    )
-
-
-def _lowest(scores: HpScores) -> torch.Tensor:
-    """float64 [H, R]: smallest visible score of each row; inf in rows that see no key."""
-    until = scores.visible_until
-    lowest = scores.values.new_full(scores.values.shape[:-1], torch.inf)
-    if until > 0:
-        lowest = scores.values[..., :until].amin(-1)
-    if scores.visible is not None and until < scores.values.shape[-1]:
-        rest = torch.where(scores.visible[..., until:], scores.values[..., until:], torch.inf)
-        lowest = torch.minimum(lowest, rest.amin(-1))
-    return lowest.double()
 
 
 def _concatenate(parts: list[Any], dim: int) -> Any:

@@ -1,22 +1,33 @@
 """One block of rows through a recipe: the forward pass, and the steps of the backward pass that round.
 
-This is the specification of a recipe: every rounding of `Recipe` appears here, or in `scores.py`, exactly once.
+This is the specification of a recipe: every rounding of `Recipe` appears here, in `steps.py` or in `scores.py`,
+exactly once.
 
 Shapes: H heads, R rows, K keys, E head size of V.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from bf16forensics.attention.cubic import fused_multiply_subtract
 from bf16forensics.attention.exponential import exponential
-from bf16forensics.attention.fexp import fused_multiply_add, lanes_of, library_log, sum_rows
+from bf16forensics.attention.fexp import library_log
 from bf16forensics.attention.scores import LOG2_E, LpScores, add_product, exp_, product, round_visible
+from bf16forensics.attention.steps import divide, finite_anchor, log2_offset, normalised, tile_steps
 from bf16forensics.attention.tiles import TilePlan
 from bf16forensics.emulate.rounding import round_to
 from bf16forensics.recipe.model import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalRounding:
+    """The rounding that ends the sum of a row: of O-bar where the recipe rounds it, else of O. FP32 [H, R, E]."""
+
+    #: The value before. Where O-bar rounds at every tile: a chain beside it that does not.
+    before: torch.Tensor
+    #: The value after.
+    after: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,54 +44,25 @@ class LpRows:
     row_sum: torch.Tensor
     #: [H, R] log-sum-exp in nats as stored; -inf in rows that see no key.
     lse: torch.Tensor
-
-
-def _finite(row_max: torch.Tensor) -> torch.Tensor:
-    """The anchor to subtract: 0 where the row has seen no key, so that exp(-inf - anchor) is 0 and not NaN."""
-    return row_max.masked_fill(row_max == -torch.inf, 0.0)
-
-
-def _rescaling(
-    anchor: torch.Tensor, new_max: torch.Tensor, unit: float, recipe: Recipe
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The anchor after a tile and the factor of everything summed before it; both [H, R]."""
-    finite = _finite(new_max)
-    alpha = exponential(anchor[..., None], finite, unit, recipe)[..., 0]
-    if recipe.rescale_threshold == "0":
-        return new_max, alpha
-    # Exponents of base 2: how far the old anchor lags.
-    lag = (anchor - finite) * (unit * LOG2_E)
-    kept = lag >= -float(recipe.rescale_threshold)
-    if recipe.exponential == "exp2-cubic" and recipe.shifted == "fp32":
-        alpha = torch.exp2(lag)
-    return torch.where(kept, anchor, new_max), alpha.masked_fill(kept, 1.0)
-
-
-def _log2_offset(recipe: Recipe) -> float:
-    return math.log2(float(recipe.p_scale))
-
-
-def _divide(o_bar: torch.Tensor, row_sum: torch.Tensor, recipe: Recipe, value_scale: float = 1.0) -> torch.Tensor:
-    safe = row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
-    if recipe.division == "reciprocal":
-        return o_bar * (1.0 / safe if value_scale == 1.0 else 1.0 / safe * value_scale)
-    return o_bar / safe if value_scale == 1.0 else o_bar / safe * value_scale
+    #: None unless asked for.
+    final: FinalRounding | None = None
 
 
 def _log_sum_exp(anchor: torch.Tensor, row_sum: torch.Tensor, unit: float, recipe: Recipe) -> torch.Tensor:
     plain = row_sum if recipe.p_scale == "1" else row_sum * (1.0 / float(recipe.p_scale))
     log = library_log(plain) if recipe.exponential == "fexp_u20" else torch.log(plain)
-    return round_visible(_finite(anchor) * unit + log, recipe.lse)
+    return round_visible(finite_anchor(anchor) * unit + log, recipe.lse)
 
 
-def _longer_sum(alpha: torch.Tensor, before: torch.Tensor, tile_sum: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """The running row sum after a tile, as stored."""
-    if lanes_of(recipe.row_sum_order) is not None:
-        return round_to(fused_multiply_add(alpha, before, tile_sum), recipe.row_sum)
-    return round_to(alpha * before + tile_sum, recipe.row_sum)
-
-
-def forward_rows(scores: LpScores, v: torch.Tensor, plan: TilePlan, recipe: Recipe, value_scale: float = 1.0) -> LpRows:
+def forward_rows(
+    scores: LpScores,
+    v: torch.Tensor,
+    plan: TilePlan,
+    recipe: Recipe,
+    value_scale: float = 1.0,
+    *,
+    keep_final: bool = False,
+) -> LpRows:
     """Runs the recipe's softmax and product with V over a block of rows.
 
     Args:
@@ -89,72 +71,45 @@ def forward_rows(scores: LpScores, v: torch.Tensor, plan: TilePlan, recipe: Reci
         plan: the key tiles in the order of visits.
         recipe: rounding points.
         value_scale: descale factor of v, which multiplies O.
+        keep_final: whether the result holds what the final rounding did.
 
     Returns:
         Output and row statistics. A row without visible keys gives O = 0, lse = -inf. NaN scores give NaN rows.
     """
-    if recipe.p_bar_cast == "after":
-        return _forward_normalised(scores, v, plan, recipe, value_scale)
     heads, rows, _ = scores.values.shape
-    anchor = scores.values.new_full((heads, rows), -torch.inf)
-    row_max = anchor
+    anchor = row_max = scores.values.new_full((heads, rows), -torch.inf)
     row_sum = scores.values.new_zeros((heads, rows))
     o_bar = scores.values.new_zeros((heads, rows, v.shape[-1]))
-    offset = _log2_offset(recipe)
-    for start, end in plan.tiles:
-        tile = scores.values[..., start:end]
-        tile_max = tile.amax(-1)
-        anchor, alpha = _rescaling(anchor, torch.maximum(anchor, tile_max), scores.unit, recipe)
-        row_max = anchor if recipe.anchored_at_maximum else torch.maximum(row_max, tile_max)
-        cubic = plan.cubic_of(start, end)
-        p_bar = exponential(tile, _finite(anchor), scores.unit, recipe, log2_offset=offset, cubic=cubic)
-        tile_sum = sum_rows(round_to(p_bar, recipe.row_sum_input), recipe.row_sum_order)
-        row_sum = _longer_sum(alpha, row_sum, tile_sum, recipe)
-        operands = round_to(p_bar, recipe.p_bar), v[:, start:end], recipe.arithmetic
-        if recipe.o_bar_at == "tile":
-            o_bar = round_to(o_bar * alpha[..., None], recipe.o_bar)
-            o_bar = round_to(o_bar + round_to(product(*operands), recipe.o_bar), recipe.o_bar)
+    by_tile = recipe.o_bar_at == "tile" and recipe.p_bar_cast == "before"
+    # Beside an O-bar that rounds at every tile.
+    chain = o_bar if by_tile and keep_final else None
+    for step in tile_steps(scores, plan, recipe):
+        anchor, row_max, row_sum = step.anchor, step.row_max, step.row_sum
+        alpha = step.alpha[..., None]
+        operands = step.operand, v[:, step.start : step.end], recipe.arithmetic
+        if recipe.p_bar_cast == "after":
+            o_bar = product(*operands)
+        elif by_tile:
+            added = product(*operands)
+            chain = None if chain is None else chain * alpha + added
+            o_bar = round_to(o_bar * alpha, recipe.o_bar)
+            o_bar = round_to(o_bar + round_to(added, recipe.o_bar), recipe.o_bar)
         else:
-            o_bar = add_product(o_bar * alpha[..., None], *operands)
-    if recipe.o_bar_at == "end":
+            o_bar = add_product(o_bar * alpha, *operands)
+    unrounded = chain if by_tile else o_bar
+    if not by_tile:
         o_bar = round_to(o_bar, recipe.o_bar)
-    return LpRows(
-        o=round_to(_divide(o_bar, row_sum, recipe, value_scale), recipe.o),
-        row_max=row_max,
-        anchor=anchor,
-        row_sum=row_sum,
-        lse=_log_sum_exp(anchor, row_sum, scores.unit, recipe),
-    )
-
-
-def _forward_normalised(
-    scores: LpScores, v: torch.Tensor, plan: TilePlan, recipe: Recipe, value_scale: float
-) -> LpRows:
-    """The whole row at once: P = P-bar / l is cast, then multiplied."""
-    row_max = scores.values.amax(-1)
-    anchor, offset = _finite(row_max), _log2_offset(recipe)
-    p_bar = exponential(scores.values, anchor, scores.unit, recipe, log2_offset=offset, cubic=plan.cubic)
-    row_sum = round_to(sum_rows(round_to(p_bar, recipe.row_sum_input), recipe.row_sum_order), recipe.row_sum)
-    p = round_to(_normalised(scores, row_max, row_sum, p_bar, recipe), recipe.p_bar)
-    o_bar = round_to(product(p, v, recipe.arithmetic), recipe.o_bar)
-    o = o_bar if value_scale == 1.0 else o_bar * value_scale
-    lse = _log_sum_exp(row_max, row_sum, scores.unit, recipe)
-    return LpRows(o=round_to(o, recipe.o), row_max=row_max, anchor=row_max, row_sum=row_sum, lse=lse)
-
-
-def _normalised(
-    scores: LpScores, row_max: torch.Tensor, row_sum: torch.Tensor, p_bar: torch.Tensor, recipe: Recipe
-) -> torch.Tensor:
-    """P = P-bar / l in FP32; 0 in rows that see no key.
-
-    Where nothing is rounded below FP32 on the way from the scores to P, a framework calls its fused softmax, whose
-    exponential and sum differ from the separate operations in the last bit: the same one is called here.
-    """
-    unrounded = (recipe.shifted, recipe.row_sum_input, recipe.row_sum) == ("fp32", "fp32", "fp32")
-    plain = recipe.exponential == "exp" and recipe.division == "divide" and scores.unit == 1.0
-    if not (unrounded and plain and recipe.p_bar_cast == "after"):
-        return _divide(p_bar, row_sum, recipe)
-    return torch.softmax(scores.values, -1).masked_fill_((row_max == -torch.inf)[..., None], 0.0)
+    if recipe.p_bar_cast == "after":
+        quotient = o_bar if value_scale == 1.0 else o_bar * value_scale
+    else:
+        quotient = divide(o_bar, row_sum, recipe, value_scale)
+    o = round_to(quotient, recipe.o)
+    final = None
+    if keep_final and unrounded is not None:
+        pair = (quotient, o) if recipe.o_bar == "fp32" else (unrounded, o_bar)
+        final = FinalRounding(before=pair[0], after=pair[1])
+    lse = _log_sum_exp(anchor, row_sum, scores.unit, recipe)
+    return LpRows(o=o, row_max=row_max, anchor=anchor, row_sum=row_sum, lse=lse, final=final)
 
 
 def backward_probabilities(scores: LpScores, rows: LpRows, recipe: Recipe) -> torch.Tensor:
@@ -164,10 +119,10 @@ def backward_probabilities(scores: LpScores, rows: LpRows, recipe: Recipe) -> to
     polynomial. The rows of this P need not add up to 1: their sum is part of the evidence.
     """
     if recipe.p_source == "saved":
-        anchor, offset = _finite(rows.anchor), _log2_offset(recipe)
+        anchor, offset = finite_anchor(rows.anchor), log2_offset(recipe)
         p_bar = exponential(scores.values, anchor, scores.unit, recipe, log2_offset=offset)
-        return _normalised(scores, rows.row_max, rows.row_sum, p_bar, recipe)
-    lse = _finite(rows.lse)[..., None]
+        return normalised(scores, rows.row_max, rows.row_sum, p_bar, recipe)
+    lse = finite_anchor(rows.lse)[..., None]
     if recipe.exponential == "exp2-cubic":
         return torch.exp2(fused_multiply_subtract(scores.values, scores.unit * LOG2_E, lse * LOG2_E))
     if recipe.exponential == "exp2":

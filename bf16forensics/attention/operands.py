@@ -63,6 +63,11 @@ def forward_operands(record: AttentionRecord, recipe: Recipe, heads: slice) -> O
     return Operands(q=q, k=k, v=v, scale=folded.item() / LOG2_E, value_scale=factors[2].item())
 
 
+def value_format(record: AttentionRecord, recipe: Recipe) -> str:
+    """Name of the format that holds the values that the recipe multiplies: the stored ones, or quantised ones."""
+    return record.storage if recipe.operands == "stored" else recipe.operands
+
+
 def _descale(values: torch.Tensor) -> torch.Tensor:
     largest = values.masked_fill(~values.isfinite(), 0.0).abs().amax()
     return torch.where(largest == 0, 1.0, largest / _E4M3_MAX)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+#: Ones of a row up to which its final rounding is taken apart. With more, 6 and more bits of the main sum are dropped,
+#: and the bias is below 0.01 ulp.
+MOST_ONES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMaxima:
@@ -66,6 +70,30 @@ class QueryGradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TieRows:
+    """Sums over the features of each row, [H, N]; 0 in rows with fewer than 2 or more than `MOST_ONES` ones."""
+
+    #: int64 keys with P-bar = 1 after rounding to BF16.
+    ones: torch.Tensor
+    #: int64: equal for rows with the same keys, different (but for a chance of 2^-64) for others.
+    label: torch.Tensor
+    #: int64 features that count: the sum is finite and not 0. Of these, main sum halfway; residue not 0; and with the
+    #: sign of the main sum.
+    elements: torch.Tensor
+    halfway: torch.Tensor
+    residues: torch.Tensor
+    same_sign: torch.Tensor
+    #: float64 sums in ulp: error (+ away from zero), law, residue (+ along the main sum) and its size, both of them
+    #: limited to one ulp an element.
+    error: torch.Tensor
+    law: torch.Tensor
+    residue: torch.Tensor
+    residue_size: torch.Tensor
+    #: int64 [H, N, 4]: features by bits dropped: 0, 1, 2, and 3 or more.
+    dropped: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DualPass:
     """One record through a recipe and through high precision."""
 
@@ -79,6 +107,9 @@ class DualPass:
     lse_lp: torch.Tensor
     lse_hp: torch.Tensor
     maxima: RowMaxima
+    #: The final rounding of rows with several P-bar = 1, [H, N]; None where P-bar = 1 does not mark the maximum in the
+    #: recipe, or where the recipe does not round what the row adds up to.
+    ties: TieRows | None
     #: None without dO, or by a recipe that is a forward pass only.
     delta: DeltaRows | None
     dq: QueryGradients | None

@@ -61,6 +61,11 @@ def show_closing(runs: "Sequence[tuple[Twin, LocalizeRun]]", deviations: Sequenc
                           "rounding of O-bar before it the sign of the error turns over:", width)  # fmt: skip
         for flip in ("fa2+o=fp32", "fa2+o_bar=bf16"):
             lines += shell("", rerun(command, "--recipe", flip), width)
+        lines += labelled("", "The planted head down to single additions, and the bits of one of them:", width)
+        layer, head = PLANTED.culprit or (0, 0)
+        traced = f"{rerun(command, '--layer', str(layer))} --head {head}".replace(" localize ", " trace-head ", 1)
+        lines += shell("", traced, width)
+        lines += shell("", "bf16forensics bits 0xC01A0E2E 0xC0130000", width)
     lines += labelled("your data", "give the checkpoint and the batches recorded around the failure, at least 16 "
                       "sequences:", width)  # fmt: skip
     own = "bf16forensics localize ckpt.pt --batch train.bin --indices indices.txt --lines 0:8 -o case"

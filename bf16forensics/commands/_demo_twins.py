@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bf16forensics
+from bf16forensics.commands._given import ModelInput
 from bf16forensics.commands._localize_run import LocalizeRun
-from bf16forensics.commands._source import ModelInput, open_source
+from bf16forensics.commands._source import open_source
 
 if TYPE_CHECKING:
     from bf16forensics.verdict.findings import Judgement

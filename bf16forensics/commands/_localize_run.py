@@ -1,7 +1,6 @@
 """One run of localize from an opened source to its outputs and its exit code."""
 
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
 #: Heads whose records a case keeps.
 _KEPT_HEADS = 4
-#: Seconds before a progress bar appears.
-_QUIET_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,21 +97,14 @@ class LocalizeRun:
         return built if case is None else write_case(case, built, self._kept(done.found, done.judgement), force=force)
 
     def _find(self) -> "HeadsFound":
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+        from bf16forensics.commands._progress import sequence_bar
         from bf16forensics.investigate.localize import find_heads
         from bf16forensics.investigate.sequence import LocalizeOptions
 
-        console = Console(stderr=True)
-        planned = self.opened.source.shape.num_sequences
-        columns = (TextColumn("sequences"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        started = time.perf_counter()
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("sequences", total=planned, visible=False)
+        with sequence_bar(self.opened.source.shape.num_sequences) as show_done:
 
             def on_progress(progress: "SequencesDone") -> None:
-                bar.update(task, completed=progress.done, visible=time.perf_counter() - started > _QUIET_S)
+                show_done(progress.done)
 
             return find_heads(
                 self.opened.source,
@@ -166,6 +156,7 @@ class LocalizeRun:
             notes=opened.source.notes,
             interrupted=found.interrupted,
             observation=found.observation,
+            options=opened.options,
             timing=Timing(
                 load_s=self.load_s,
                 capture_s=found.analysis_s * share,

@@ -5,47 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bf16forensics.commands._given import ModelInput, RecordInput, parse_lines
 from bf16forensics.errors import InputError
 
 if TYPE_CHECKING:
     from bf16forensics.capture.activations import Activations
     from bf16forensics.capture.source import RecordSource
+    from bf16forensics.investigate.inputs import InputOptions
     from bf16forensics.load.batch import RecordedBatch
     from bf16forensics.load.files import FileFacts
-    from bf16forensics.recipe.model import Recipe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInput:
-    """A checkpoint and its recorded batch."""
-
-    checkpoint: Path
-    batch: Path | None
-    indices: Path | None
-    lines: str | None
-    sequences: int | None
-    first_step: int | None
-    n_head: int | None
-    #: "amp-bf16" or "fp32".
-    activations: str
-    #: Recipe of the run: the attention of a mixed-precision model runs by it.
-    recipe: "Recipe"
-    #: Whether pytorch_model.bin files may be read.
-    allow_bin: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordInput:
-    """A file or folder of raw tensors."""
-
-    path: Path
-    layout: str | None
-    dtype: str | None
-    sequences: int | None
-    causal: bool
-    window: int | None
-    softcap: float | None
-    scale: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +35,8 @@ class Opened:
     no_output_head: bool
     files: "tuple[FileFacts, ...]"
     unused_tensors: tuple[str, ...]
-
-
-def parse_lines(text: str | None) -> tuple[int, int] | None:
-    """Reads A:B, a half-open range of 0-based lines; None for None.
-
-    Raises:
-        InputError: not of that form.
-    """
-    if text is None:
-        return None
-    parts = text.split(":")
-    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
-        raise InputError(f"--lines must be A:B, 0-based and half-open, such as 0:8; got {text!r}")
-    return int(parts[0]), int(parts[1])
+    #: How the input was named.
+    options: "InputOptions"
 
 
 def open_source(model: ModelInput | None, record: RecordInput | None) -> Opened:
@@ -172,6 +128,7 @@ def _open_nanogpt(given: ModelInput, recorded: Path) -> Opened:
         no_output_head=False,
         files=(facts, *batch.files),
         unused_tensors=checkpoint.unused_tensors,
+        options=given.options,
     )
 
 
@@ -200,6 +157,7 @@ def _open_hf(given: ModelInput, recorded: Path) -> Opened:
         no_output_head=not model.has_output_head,
         files=(*model.directory.files, *batch.files),
         unused_tensors=model.unused_tensors,
+        options=given.options,
     )
 
 
@@ -237,4 +195,5 @@ def open_record(given: RecordInput) -> Opened:
         no_output_head=False,
         files=(raw.facts,),
         unused_tensors=raw.unused_tensors,
+        options=given.options,
     )

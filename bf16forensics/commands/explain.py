@@ -7,14 +7,13 @@ import typer
 
 from bf16forensics import __version__
 from bf16forensics.commands._options import JsonFlag
-from bf16forensics.report.findings_page import as_list, as_text
-from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps, plain
-from bf16forensics.verdict.catalogue import entries, entry
 
 _WIDEST = 100
 
 
 def _codes() -> list[str]:
+    from bf16forensics.verdict.catalogue import entries
+
     return [item.code for item in entries()]
 
 
@@ -31,8 +30,13 @@ def explain(
     as_json: JsonFlag = False,
 ) -> None:
     """Explain a finding: what it says, how it is decided, what would refute it, what to do next."""
+    from bf16forensics.report.findings_page import as_list, as_text
+    from bf16forensics.verdict.catalogue import entries, entry
+
     items = entries() if code is None else (entry(code),)
     if as_json:
+        from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps, plain
+
         document = {
             "schema_version": SCHEMA_VERSION,
             "tool": {"name": "bf16forensics", "version": __version__},

@@ -8,11 +8,6 @@ import typer
 from bf16forensics import __version__
 from bf16forensics.commands._options import JsonFlag
 from bf16forensics.errors import InputError
-from bf16forensics.recipe.derive import resolve
-from bf16forensics.recipe.files import to_toml
-from bf16forensics.recipe.presets import PRESETS
-from bf16forensics.recipe.render import as_object, list_text, show_text
-from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List the recipes and show where each one rounds.")
 
@@ -22,6 +17,9 @@ _WIDEST = 100
 @app.command("list")
 def list_recipes(as_json: JsonFlag = False) -> None:
     """List the presets with their sources; the first one is the default."""
+    from bf16forensics.recipe.presets import PRESETS
+    from bf16forensics.recipe.render import as_object, list_text
+
     if as_json:
         typer.echo(_document(["list"], {"recipes": [as_object(preset) for preset in PRESETS]}), nl=False)
     else:
@@ -40,6 +38,10 @@ def show_recipe(
     """Show every rounding point of a recipe, what it means, and the tile sizes."""
     if as_json and as_toml:
         raise InputError("--json and --toml exclude each other; give one")
+    from bf16forensics.recipe.derive import resolve
+    from bf16forensics.recipe.files import to_toml
+    from bf16forensics.recipe.render import as_object, show_text
+
     recipe = resolve(name)
     if as_json:
         typer.echo(_document(["show", name], {"recipe": as_object(recipe)}), nl=False)
@@ -50,6 +52,8 @@ def show_recipe(
 
 
 def _document(arguments: list[str], body: dict[str, object]) -> str:
+    from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps
+
     head: dict[str, object] = {
         "schema_version": SCHEMA_VERSION,
         "tool": {"name": "bf16forensics", "version": __version__},

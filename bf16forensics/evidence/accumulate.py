@@ -13,6 +13,7 @@ import numpy as np
 from bf16forensics.evidence.gradient import SummedParts
 from bf16forensics.evidence.series import SignedSeries
 from bf16forensics.evidence.summary import MaximaSummary, OutputSummary, RecordSummary
+from bf16forensics.evidence.ties import TieSums, add_ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class LayerAccumulator:
         self.num_sequences = 0
         self.maxima: MaximaSummary | None = None
         self.output: OutputSummary | None = None
+        self.ties: TieSums | None = None
         #: int64 [H] sequence of the largest output error.
         self.max_sequence = np.full(num_heads, -1)
         #: float32 matrices, as the parts are: a sum of thousands of them is good to 1e-5, far beyond what the ratios
@@ -73,6 +75,8 @@ class LayerAccumulator:
                 series.add(values, summary.rows, summary.delta.sign_floor)
         self._add_maxima(summary.maxima)
         self._add_output(summary.output, evidence.sequence)
+        if summary.ties is not None:
+            self.ties = summary.ties if self.ties is None else add_ties(self.ties, summary.ties)
         if evidence.parts is not None:
             self._add_gradients(evidence.parts)
         self.key_sum = evidence.key_sum if self.key_sum is None else self.key_sum + evidence.key_sum

@@ -19,6 +19,7 @@ from bf16forensics.evidence.results import (
 from bf16forensics.evidence.series import SignedSeries, undefined_statistics
 from bf16forensics.evidence.statistics import UNDEFINED_SUM_TEST, SumTest
 from bf16forensics.evidence.summary import MaximaSummary
+from bf16forensics.evidence.ties import TiePoint, tie_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ def head_evidence(
     tests: DeltaTests = NOT_TESTED,
     steps: tuple[StepSpan, ...] = (),
     ones_counted: bool = True,
+    tie_point: TiePoint | None = None,
 ) -> HeadEvidence:
     """Assembles one head.
 
@@ -59,12 +61,17 @@ def head_evidence(
         tests: of its signed quantities, within the family of all heads.
         steps: the recorded steps in order.
         ones_counted: whether P-bar = 1 marks the row maximum in the recipe.
+        tie_point: the rounding that ends the recipe's sums; None for no tie statistics.
     """
     forward = not _touched(nonfinite, ("q[", "k[", "v["))
     backward = delta_defined(nonfinite)
     maxima = accumulator.maxima
     if maxima is None:
         raise ValueError("head_evidence needs at least one sequence")
+
+    ties = None
+    if ones_counted and forward and tie_point is not None and accumulator.ties is not None:
+        ties = tie_statistics(accumulator.ties, head, tie_point)
 
     def signed(series: SignedSeries, test: SumTest) -> SignedStatistics | None:
         if not accumulator.has_delta:
@@ -82,6 +89,7 @@ def head_evidence(
         output_err=_output(accumulator, head) if forward else _undefined_output(),
         ones=_ones(maxima, head, forward) if ones_counted else None,
         counts=_counts(maxima, head, forward, accumulator.has_delta and backward, ones_counted),
+        ties=ties,
         pairs=int(maxima.pairs[head]),
         score_abs_max=float(maxima.score_abs_max[head]) if forward else math.nan,
         spectrum=spectrum,

@@ -6,6 +6,8 @@ float field and mean "not defined here" (nan) or an overflow (inf).
 
 from dataclasses import dataclass
 
+from bf16forensics.evidence.tie_results import TieStatistics
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusteredStatistics:
@@ -245,6 +247,8 @@ class HeadEvidence:
     #: None where the recipe's anchor is not the row maximum, so that P-bar = 1 says nothing.
     ones: Ones | None
     counts: RowCounts
+    #: None where ones are not counted, no row has several, or the recipe does not round the sum.
+    ties: TieStatistics | None
     #: Visible (query, key) pairs.
     pairs: int
     #: Largest |score| (hp, scaled, capped, biased).

@@ -12,6 +12,7 @@ import torch
 from bf16forensics.attention.result import DualPass
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.rounding import ulp_of
+from bf16forensics.evidence.ties import TieSums, tie_sums
 
 #: A row's sign counts where |error| exceeds this times sum |dO * O|: below it the order of an FP32 sum decides.
 SIGN_FLOOR = 2.0**-22
@@ -82,6 +83,8 @@ class RecordSummary:
     delta: DeltaSummary | None
     output: OutputSummary
     maxima: MaximaSummary
+    #: None where the dual pass has none.
+    ties: TieSums | None
 
 
 def summarise(record: AttentionRecord, dual: DualPass, output_format: str) -> RecordSummary:
@@ -101,6 +104,7 @@ def summarise(record: AttentionRecord, dual: DualPass, output_format: str) -> Re
         delta=_delta(dual, rows),
         output=_output(record, dual, rows, output_format),
         maxima=_maxima(record, dual, rows, real),
+        ties=None if dual.ties is None else tie_sums(dual.ties, dual.maxima.ones_rounded, rows),
     )
 
 

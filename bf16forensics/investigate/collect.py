@@ -21,6 +21,7 @@ from bf16forensics.evidence.results import GradientCoupling, HeadEvidence
 from bf16forensics.evidence.spectrum import layer_spectra
 from bf16forensics.evidence.statistics import sum_tests
 from bf16forensics.evidence.store import GradientStore
+from bf16forensics.evidence.ties import TiePoint
 
 #: Names of non-finite inputs reported for one head.
 _MOST_NAMES = 8
@@ -29,15 +30,24 @@ _MOST_NAMES = 8
 class Collector:
     """Running statistics of all layers; sequences are added in order, their gradients kept as they are computed."""
 
-    def __init__(self, source: RecordSource, workers: int = 1, *, ones_counted: bool = True) -> None:
+    def __init__(
+        self,
+        source: RecordSource,
+        workers: int = 1,
+        *,
+        ones_counted: bool = True,
+        tie_point: TiePoint | None = None,
+    ) -> None:
         """Starts empty.
 
         Args:
             source: its shape bounds what can be added.
             workers: threads that `heads` may use.
             ones_counted: whether P-bar = 1 marks the row maximum in the recipe.
+            tie_point: the rounding that ends the recipe's sums; None for no tie statistics.
         """
         self._ones_counted = ones_counted
+        self._tie_point = tie_point
         self._source = source
         self._workers = workers
         self._shape = source.shape
@@ -105,6 +115,7 @@ class Collector:
                         tests.get(layer * shape.num_heads + head, UNTESTED_DELTA),
                         steps,
                         self._ones_counted,
+                        self._tie_point,
                     )
                 )
         return tuple(found)

@@ -17,6 +17,7 @@ from bf16forensics.capture.source import RecordSource, SourceShape
 from bf16forensics.emulate.strict import require_ieee, single_thread, strict_fp32
 from bf16forensics.evidence.observe_results import Observation
 from bf16forensics.evidence.results import HeadEvidence
+from bf16forensics.evidence.ties import tie_point
 from bf16forensics.investigate.collect import Collector
 from bf16forensics.investigate.interrupts import interrupts_deferred
 from bf16forensics.investigate.observe import ObservationCollector, observe_options
@@ -83,7 +84,8 @@ def find_heads(
     shape = source.shape
     require_ieee()
     workers = options.workers or _usable_cores()
-    collector = Collector(source, workers, ones_counted=options.recipe.anchored_at_maximum)
+    recipe = options.recipe
+    collector = Collector(source, workers, ones_counted=recipe.anchored_at_maximum, tie_point=tie_point(recipe))
     observe = observe_options(shape, options.recipe, options.reference) if options.observe else None
     observed = None if observe is None else ObservationCollector(observe)
     probes = _ProbeKeeper(shape)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from bf16forensics.evidence.observe_results import Observation
 from bf16forensics.evidence.results import HeadEvidence
+from bf16forensics.investigate.inputs import InputOptions
 from bf16forensics.load.files import FileFacts
 from bf16forensics.recipe.model import Recipe
 
@@ -72,3 +73,5 @@ class LocalizeResult:
     timing: Timing
     #: The observation of the paper's appendix D; None unless asked for.
     observation: Observation | None = None
+    #: How the input was named, so that it can be captured again; None where that is not known.
+    options: InputOptions | None = None

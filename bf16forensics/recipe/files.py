@@ -30,7 +30,19 @@ def read_recipe(path: Path) -> Recipe:
         RecipeError: the file is missing, is not TOML, has an unknown key, a value out of its list, an incomplete set
             of fields, or the name of a preset that it does not equal. The message names file and key.
     """
-    table = _parse(path)
+    return recipe_of_table(_parse(path), path)
+
+
+def recipe_of_table(table: Mapping[str, object], path: Path) -> Recipe:
+    """The recipe that the fields of a file spell out, checked as strictly as `read_recipe` does.
+
+    Args:
+        table: values by field name, as TOML or the `recipe` of a JSON document holds them (tiles as a list).
+        path: the file, for messages; its stem is the name where the table gives none.
+
+    Raises:
+        RecipeError: as `read_recipe`.
+    """
     unknown = [key for key in table if key not in _KEYS]
     if unknown:
         raise RecipeError(

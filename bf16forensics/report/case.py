@@ -1,4 +1,4 @@
-"""The case directory: case.json and the tensors of the heads kept, written whole or not at all."""
+"""The case directory: case.json and the tensors of the heads kept, written whole or not at all; rows traced later."""
 
 import os
 import secrets
@@ -12,10 +12,12 @@ from bf16forensics.report.jsonio import dumps, plain, read_json, write_durably
 
 if TYPE_CHECKING:
     from bf16forensics.investigate.keep import KeptRecord
+    from bf16forensics.report.row_trace import RowTrace
 
 #: Names inside a case.
 DOCUMENT = "case.json"
 TENSORS = "tensors"
+TRACES = "traces"
 
 
 def check_target(directory: Path, *, force: bool) -> None:
@@ -89,6 +91,31 @@ def read_case(directory: Path) -> dict[str, object]:
     return read_json(directory / DOCUMENT)
 
 
+def write_row_trace_into_case(directory: Path, trace: "RowTrace") -> Path:
+    """Keeps a row in a case, in the place of the same row if that was kept before; it goes when the case is replaced.
+
+    Args:
+        directory: a case.
+        trace: the row, by the case's own recipe.
+
+    Returns:
+        The file: CASE/traces/L1.H7.s0.t718.safetensors.
+
+    Raises:
+        InputError: not a case, or the file cannot be written.
+    """
+    from bf16forensics.report.row_trace import write_row_trace
+
+    if not (directory / DOCUMENT).is_file():
+        raise InputError(f"{directory} is not a case: it has no {DOCUMENT}; write one with localize -o")
+    path = directory / TRACES / trace.file_name
+    for taken in (path.parent, path):
+        if taken.is_symlink():
+            raise InputError(f"{taken} is a symbolic link, which no case contains; move it away")
+    write_row_trace(path, trace)
+    return path
+
+
 def _fill(folder: Path, document: dict[str, object], kept: "Sequence[KeptRecord]") -> dict[str, object]:
     files = []
     if kept:
@@ -126,10 +153,10 @@ def _foreign(directory: Path) -> str | None:
     if entries and not (directory / DOCUMENT).is_file():
         return f"{entries[0].name} and no {DOCUMENT}"
     for entry in entries:
-        if entry.name == TENSORS and entry.is_dir() and not entry.is_symlink():
+        if entry.name in (TENSORS, TRACES) and entry.is_dir() and not entry.is_symlink():
             odd = [item.name for item in sorted(entry.iterdir()) if item.suffix != ".safetensors" or not item.is_file()]
             if odd:
-                return f"{TENSORS}/{odd[0]}"
+                return f"{entry.name}/{odd[0]}"
         elif entry.name != DOCUMENT:
             return entry.name
     return None

@@ -75,6 +75,7 @@ def _environment(result: LocalizeResult, environment: Environment) -> dict[str, 
             "date": environment.date,
             "host": environment.host,
             "threads": environment.threads,
+            "working_directory": environment.working_directory,
             **_fields(result.timing),
         },
     }
@@ -85,7 +86,11 @@ def _inputs(result: LocalizeResult) -> dict[str, object]:
         "kind activations shape num_layers num_heads num_kv_heads head_size scale causal window softcap sequences "
         "sequences_planned interrupted tokens steps step_sequences loss notes layer_windows no_gradient"
     ).split()
-    return {"files": result.inputs, **{name: getattr(result, name) for name in names}}
+    return {
+        "files": result.inputs,
+        **{name: getattr(result, name) for name in names},
+        "capture": result.options,
+    }
 
 
 def _head(head: HeadEvidence, verdict: HeadVerdict, judgement: Judgement) -> dict[str, object]:
@@ -122,6 +127,7 @@ def _head(head: HeadEvidence, verdict: HeadVerdict, judgement: Judgement) -> dic
         },
         "spectrum": spectrum,
         "nonfinite": head.nonfinite,
+        "ties": head.ties,
     }
 
 

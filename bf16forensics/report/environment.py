@@ -28,6 +28,8 @@ class Environment:
     host: str
     #: Start of the report, UTC, ISO 8601 with seconds.
     date: str
+    #: Directory that relative paths of the command are relative to; empty where the system does not tell.
+    working_directory: str = ""
 
 
 def package_version(name: str) -> str | None:
@@ -47,7 +49,7 @@ def collect(*, tool_version: str, threads: int | None = None, device: str = "cpu
         device: device of the analysis.
     """
     if threads is None:
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = usable_cores()
     return Environment(
         tool_version=tool_version,
         python=platform.python_version(),
@@ -59,4 +61,17 @@ def collect(*, tool_version: str, threads: int | None = None, device: str = "cpu
         threads=threads,
         host=socket.gethostname(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        working_directory=_working_directory(),
     )
+
+
+def usable_cores() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""

@@ -82,6 +82,13 @@ def findings(judgement: Judgement, width: int, room: int) -> list[Line]:
     return [*[line for index in sorted(blocks) for line in blocks[index]], *labelled("", text, width, most=1), BLANK]
 
 
+def message_lines(judgement: Judgement, width: int) -> int:
+    """Lines for the message of every finding, the evidence of the first and the blank below."""
+    found = judgement.findings
+    parts = [_part(item, "message", width) for item in found] + [_part(item, "observed", width) for item in found[:1]]
+    return sum(map(len, parts)) + 1
+
+
 def _chosen(found: Sequence[Finding], width: int, room: int) -> dict[int, list[Line]]:
     """Lines by finding: messages of errors and warnings, evidence of the first, messages of notes, other evidence."""
     serious = [index for index, item in enumerate(found) if item.severity != "note"]

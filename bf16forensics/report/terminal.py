@@ -12,8 +12,9 @@ from bf16forensics.investigate.result import LocalizeResult
 from bf16forensics.report.glyphs import Glyphs, glyphs_for
 from bf16forensics.report.layout import Line
 from bf16forensics.report.observation import observation_section
-from bf16forensics.report.sections import closing, findings, header, next_steps, unchecked, verdict
+from bf16forensics.report.sections import closing, findings, header, message_lines, next_steps, unchecked, verdict
 from bf16forensics.report.table import head_table
+from bf16forensics.report.ties import ties
 from bf16forensics.verdict.findings import Judgement
 
 #: Lines of the whole report at 100 columns.
@@ -83,10 +84,15 @@ def _lines(
     ]
     room = MAX_LINES - len(before) - len(after)
     wanted = head_table(result, judgement, columns, glyphs, top=min(top, _TABLE_HEADS), room=room)
+    # Ties come before further evidence of a finding, but never in place of a message.
+    tied = ties(result, judgement, columns, glyphs)
+    if len(tied) > room - len(wanted) - message_lines(judgement, columns):
+        tied = []
+    room -= len(tied)
     found = findings(judgement, columns, max(room - len(wanted), _LEAST_FINDING_LINES))
     table = head_table(result, judgement, columns, glyphs, top=top, room=room - len(found))
     observed = _observed(result, judgement, columns, glyphs, top)
-    return [_encodable(line, encoding) for line in _joined((before, found, table, observed, after))]
+    return [_encodable(line, encoding) for line in _joined((before, found, table, tied, observed, after))]
 
 
 def _observed(result: LocalizeResult, judgement: Judgement, width: int, glyphs: Glyphs, top: int) -> list[Line]:

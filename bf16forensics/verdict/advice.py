@@ -7,12 +7,15 @@ from bf16forensics.investigate.result import LocalizeResult
 from bf16forensics.recipe.derive import flip
 from bf16forensics.recipe.describe import base_preset
 from bf16forensics.recipe.model import Recipe
-from bf16forensics.verdict.findings import CANNOT_JUDGE, Finding, HeadVerdict
+from bf16forensics.verdict.findings import CANNOT_JUDGE, NOISE_AT_CHANCE, Finding, HeadVerdict
 from bf16forensics.verdict.words import about, count
 
 #: Options of the earlier run that a repetition must not take over: outputs would collide, and reading is meant.
-_DROPPED_WITH_VALUE = ("-o", "--output")
+_OUTPUT = ("-o", "--output")
+_DROPPED_WITH_VALUE = _OUTPUT
 _DROPPED = ("--force", "--json")
+#: Heads whose tensors hold NaN or Inf, which cannot be traced.
+_NOT_FINITE = "BF401"
 
 
 def rerun(command: Sequence[str], option: str, value: str | None = None, *, without: Sequence[str] = ()) -> str:
@@ -62,6 +65,33 @@ def more_sequences(result: LocalizeResult, command: Sequence[str], needed: int |
     return rerun(command, "--until-decided", without=limiting)
 
 
+def case_of(command: Sequence[str]) -> str | None:
+    """The case that a command wrote, as it was named; None where it wrote none."""
+    written = None
+    for index, word in enumerate(command):
+        name, equals, value = word.partition("=")
+        if word in _OUTPUT:
+            written = next(iter(command[index + 1 :]), None)
+        elif name == _OUTPUT[1] and equals:
+            written = value
+    return written or None
+
+
+def trace_first(heads: Sequence[HeadVerdict], verdict: str, command: Sequence[str]) -> str | None:
+    """How to open up the first head of the verdict; None without a case, at noise level, or without finite numbers.
+
+    Args:
+        heads: every head, the most important first.
+        verdict: verdict of the run.
+        command: the command as run.
+    """
+    case = case_of(command)
+    first = next((head for head in heads if head.verdict == verdict and head.code != _NOT_FINITE), None)
+    if case is None or first is None or verdict == NOISE_AT_CHANCE:
+        return None
+    return shlex.join(["bf16forensics", "trace-head", case, "--layer", str(first.layer), "--head", str(first.head)])
+
+
 def next_commands(
     result: LocalizeResult,
     verdict: str,
@@ -69,10 +99,21 @@ def next_commands(
     heads: Sequence[HeadVerdict],
     command: Sequence[str],
 ) -> tuple[str, ...]:
-    """At most four steps, the most useful first, without repetitions."""
+    """At most four steps, the most useful first, without repetitions.
+
+    Args:
+        result: what was measured.
+        verdict: verdict of the run.
+        findings: the findings, the most serious first.
+        heads: every head, the most important first.
+        command: the command as run.
+    """
     steps = [finding.next_command for finding in findings if finding.severity != "note"]
     if verdict == CANNOT_JUDGE:
         steps += [finding.next_command for finding in findings if finding.code.startswith("BF9")]
+    trace = trace_first(heads, verdict, command)
+    if trace is not None:
+        steps.insert(1, trace)
     if findings:
         deciding = [head.code for head in heads if head.verdict == verdict and head.code is not None]
         steps.append(f"bf16forensics explain {deciding[0] if deciding else findings[0].code}")

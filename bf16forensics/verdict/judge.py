@@ -63,7 +63,7 @@ def judge(result: LocalizeResult, thresholds: Thresholds | None = None, *, comma
         heads=ordered,
         ranking=tuple((head.layer, head.head) for head in ranked),
         findings=findings,
-        next_commands=next_commands(result, verdict, findings, ordered, command),
+        next_commands=next_commands(result, verdict, findings, [head for _, head in pairs], command),
         not_checked=not_checked(result),
         thresholds=limits,
     )

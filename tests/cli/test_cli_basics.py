@@ -78,13 +78,13 @@ def test_usage_error_points_to_the_help_of_its_command(run_cli: Run) -> None:
 def test_exit_code_of_an_exception(
     run_cli: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
 ) -> None:
-    monkeypatch.setattr(cli, "app", failing_app(error))
+    monkeypatch.setattr(cli, "build", lambda *_: failing_app(error))
     result = run_cli([])
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", message)
 
 
 def test_an_internal_error_is_one_line_and_exits_3(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "app", failing_app(ValueError("a [bf16]\nsurprise")))
+    monkeypatch.setattr(cli, "build", lambda *_: failing_app(ValueError("a [bf16]\nsurprise")))
     result = run_cli([])
     assert result.exit_code == 3
     assert result.stderr == (
@@ -94,14 +94,14 @@ def test_an_internal_error_is_one_line_and_exits_3(run_cli: Run, monkeypatch: py
 
 @pytest.mark.parametrize(("value", "is_shown"), [("1", True), ("0", False), ("", False)])
 def test_traceback_on_request(run_cli: Run, monkeypatch: pytest.MonkeyPatch, value: str, is_shown: bool) -> None:
-    monkeypatch.setattr(cli, "app", failing_app(ValueError("surprise")))
+    monkeypatch.setattr(cli, "build", lambda *_: failing_app(ValueError("surprise")))
     result = run_cli([], env={"BF16FORENSICS_TRACEBACK": value})
     assert ("Traceback (most recent call last)" in result.stderr) == is_shown
     assert result.exit_code == 3
 
 
 def test_system_exit_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "app", failing_app(SystemExit(7)))
+    monkeypatch.setattr(cli, "build", lambda *_: failing_app(SystemExit(7)))
     with pytest.raises(SystemExit) as stop:
         main([])
     assert stop.value.code == 7
@@ -110,7 +110,7 @@ def test_system_exit_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_returned_number_is_the_exit_code(run_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     app = typer.Typer()
     app.command()(lambda: 1)
-    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(cli, "build", lambda *_: app)
     assert run_cli([]).exit_code == 1
 
 
@@ -174,3 +174,14 @@ def test_a_reader_that_went_away_changes_nothing(args: list[str], code: int) -> 
     assert done.returncode == code
     assert b"Broken" not in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_a_command_named_first_comes_alone_and_is_the_same() -> None:
+    whole = typer.main.get_command(cli.build()).commands  # type: ignore[attr-defined]
+    assert set(whole) == set(cli._COMMANDS)
+    for name in whole:
+        alone = typer.main.get_command(cli.build(name)).commands  # type: ignore[attr-defined]
+        assert list(alone) == [name]
+        assert [option.opts for option in alone[name].params] == [option.opts for option in whole[name].params]
+    for other in ("--help", "localise", "--version"):
+        assert list(typer.main.get_command(cli.build(other)).commands) == list(whole)  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from bf16forensics.evidence.results import (
     StepRatio,
     Telescope,
 )
+from bf16forensics.evidence.tie_results import TieClass, TieStatistics
 from bf16forensics.investigate.result import LocalizeResult, Timing
 from bf16forensics.load.files import FileFacts
 from bf16forensics.recipe.presets import FA2
@@ -162,6 +163,35 @@ def counts(**fields: Any) -> RowCounts:
     return RowCounts(**{**values, **fields})
 
 
+def tie_class(**fields: Any) -> TieClass:
+    """Rows with two ones whose halves go away from zero."""
+    values: dict[str, Any] = {
+        "ones_min": 2,
+        "ones_max": 2,
+        "rows": 298,
+        "groups": 41,
+        "elements": 19072,
+        "tie_share": 0.4875,
+        "bits_dropped": (0.0, 0.75, 0.1875, 0.0625),
+        "same_sign_share": 0.9688,
+        "residue_ulp_mean": 0.03,
+        "residue_ulp_size": 0.04,
+        "error_ulp_mean": 0.198,
+        "law_ulp_mean": 0.201,
+        "standard_error": 0.006,
+        "difference_standard_error": 0.004,
+        "z_zero": 33.0,
+        "z": -0.75,
+    }
+    return TieClass(**{**values, **fields})
+
+
+def ties(*classes: TieClass, **fields: Any) -> TieStatistics:
+    """Statistics of the rounding of O."""
+    values: dict[str, Any] = {"point": "o", "format": "bf16", "classes": classes, "rows_beyond": 0}
+    return TieStatistics(**{**values, **fields})
+
+
 def head(layer: int = 0, number: int = 0, **fields: Any) -> HeadEvidence:
     """One head at noise level."""
     values: dict[str, Any] = {
@@ -183,6 +213,7 @@ def head(layer: int = 0, number: int = 0, **fields: Any) -> HeadEvidence:
         ),
         "ones": Ones(fp32_exact=1024, rounded=1024, shared_maximum=1024),
         "counts": counts(),
+        "ties": None,
         "pairs": 16896,
         "score_abs_max": 11.5,
         "spectrum": Spectrum(
@@ -258,9 +289,15 @@ def mixed() -> LocalizeResult:
             dw_q=biased(),
             delta_defect=signed(p=0.00001, t=9.25, mean=0.0153, positive=820, negative=150, zero=54),
             counts=counts(rows_repeated_max=310, rows_near_max=305, most_ones=6, repeated_sum_share=0.93),
+            ties=ties(tie_class(), tie_class(ones_min=5, ones_max=8, rows=12, groups=1, z=math.nan)),
         ),
         head(1, 1, dw_q=coupling(defect=errors(rho=1.5), total=errors(rho=1.625))),
         head(1, 2, dw_q=coupling(defect=errors(n_effective=4.8))),
-        head(1, 3, counts=counts(rows_repeated_max=8, rows_repeated_max_unlabelled=2, rows_near_max=4, rows_padding=3)),
+        head(
+            1,
+            3,
+            counts=counts(rows_repeated_max=8, rows_repeated_max_unlabelled=2, rows_near_max=4, rows_padding=3),
+            ties=ties(tie_class(rows=8, groups=8, error_ulp_mean=-0.02, law_ulp_mean=0.0, standard_error=0.03)),
+        ),
         unused_tensors=("transformer.h.0.attn.q_norm.weight",),
     )

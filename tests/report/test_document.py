@@ -127,11 +127,14 @@ def test_findings_carry_code_place_and_reasoning(build, fakes):
 def test_only_declared_fields_differ_between_runs(build, fakes):
     first = fakes.mixed()
     again = dataclasses.replace(first, timing=dataclasses.replace(first.timing, load_s=9.0, peak_rss_bytes=1))
-    elsewhere = dataclasses.replace(fakes.ENVIRONMENT, threads=64, host="other", date="2031-01-01T00:00:00+00:00")
+    elsewhere = dataclasses.replace(
+        fakes.ENVIRONMENT, threads=64, host="other", date="2031-01-01T00:00:00+00:00", working_directory="/elsewhere"
+    )
     one, two = build(first), build(again, elsewhere)
     assert one != two
     assert set(one["environment"]["volatile"]) == {
-        *("date", "host", "threads", "load_s", "capture_s", "evidence_s", "analysis_s", "peak_rss_bytes")
+        *("date", "host", "threads", "working_directory"),
+        *("load_s", "capture_s", "evidence_s", "analysis_s", "peak_rss_bytes"),
     }
     del one["environment"]["volatile"], two["environment"]["volatile"]
     assert dumps(one) == dumps(two)

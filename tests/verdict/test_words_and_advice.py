@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bf16forensics.verdict.advice import rerun
+from bf16forensics.verdict.advice import case_of, rerun
+from bf16forensics.verdict.judge import judge
 from bf16forensics.verdict.words import about, count, listing, number, percent
 
 
@@ -62,6 +63,36 @@ def test_lists_and_counts():
 )
 def test_a_command_is_repeated_with_one_option_set(command, expected):
     assert rerun(command, "--recipe", "fa2+o=fp32") == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "case"),
+    [
+        ([], None),
+        (["b", "localize", "x"], None),
+        (["b", "-o", "c d", "x"], "c d"),
+        (["b", "x", "--output", "c"], "c"),
+        (["b", "x", "--output=c=d"], "c=d"),
+        (["b", "-o", "first", "-o", "last"], "last"),
+        (["b", "x", "-o"], None),
+    ],
+)
+def test_the_case_that_a_command_wrote(command, case):
+    assert case_of(command) == case
+
+
+def test_the_first_head_of_the_verdict_is_to_be_traced_where_a_case_was_written(fakes):
+    result = fakes.mixed()
+    command = ["bf16forensics", "localize", "ckpt.pt", "-o", "my case"]
+    judgement = judge(result, command=command)
+    verdicts = {(head.layer, head.head): head.verdict for head in judgement.heads}
+    layer, head = next(key for key in judgement.ranking if verdicts[key] == judgement.verdict)
+    trace = f"bf16forensics trace-head 'my case' --layer {layer} --head {head}"
+    assert judgement.next_commands[1] == trace
+    assert len(judgement.next_commands) <= 4
+    assert judgement.next_commands[-1].startswith("bf16forensics explain")
+    without = judge(result, command=command[:-2]).next_commands
+    assert not any("trace-head" in step for step in without)
 
 
 def test_options_can_be_left_out():

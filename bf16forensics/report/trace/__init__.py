@@ -1,0 +1,1 @@
+"""The report of trace-head: terminal, JSON, figure and export."""
