@@ -1,7 +1,5 @@
 """What the demo prints: the essentials of each report, then what to look at and how to go on."""
 
-import shutil
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,14 +19,20 @@ _TOP = 4
 
 def show_twin(twin: Twin, done: "Analysed", *, case: str | None) -> None:
     """Prints title, data, verdict, findings and the first heads of one twin."""
+    from bf16forensics.report.console import show_lines
+
+    show_lines(lambda width, encoding: _twin(twin, done, case, _columns(width), encoding))
+
+
+def _twin(twin: Twin, done: "Analysed", case: str | None, width: int, encoding: str | None) -> "list[Line]":
+    from bf16forensics.report.console import encodable
     from bf16forensics.report.glyphs import glyphs_for
     from bf16forensics.report.layout import labelled
     from bf16forensics.report.sections import findings, verdict
     from bf16forensics.report.table import head_table
     from bf16forensics.verdict.words import number
 
-    result, judgement, width = done.result, done.judgement, _width()
-    glyphs = glyphs_for(sys.stdout.encoding)
+    result, judgement, glyphs = done.result, done.judgement, glyphs_for(encoding)
     data = (
         f"{result.sequences} sequences of {result.tokens} tokens, {result.step_sequences} a step; mean loss "
         f"{number(result.loss)}; recipe {result.recipe.name} against {result.reference}; analysis "
@@ -42,15 +46,23 @@ def show_twin(twin: Twin, done: "Analysed", *, case: str | None) -> None:
     lines += head_table(result, judgement, width, glyphs, top=_TOP, room=_TABLE_LINES)
     if case is not None:
         lines += labelled("case", case, width)
-    _write(lines)
+    return [encodable(line, encoding) for line in lines]
 
 
 def show_closing(runs: "Sequence[tuple[Twin, LocalizeRun]]", deviations: Sequence[str]) -> None:
     """Prints what to look at, what to run next, and whether all came out as documented."""
+    from bf16forensics.report.console import show_lines
+
+    show_lines(lambda width, encoding: _closing(runs, deviations, _columns(width), encoding))
+
+
+def _closing(
+    runs: "Sequence[tuple[Twin, LocalizeRun]]", deviations: Sequence[str], width: int, encoding: str | None
+) -> "list[Line]":
+    from bf16forensics.report.console import encodable
     from bf16forensics.report.layout import BLANK, labelled, shell
     from bf16forensics.verdict.advice import rerun
 
-    width = _width()
     lines = labelled("look at", "B/lim: the bias of the dW_Q error over the largest harmless one. It decides, not the "
                      "number of repeated maxima, which is a trigger and no verdict. upper below 1 is what lets the "
                      "other heads be called noise.", width)  # fmt: skip
@@ -78,23 +90,8 @@ def show_closing(runs: "Sequence[tuple[Twin, LocalizeRun]]", deviations: Sequenc
             lines += labelled("NOT SO", text, width, style="bold red")
     names = " and ".join(twin.name for twin, _ in runs)
     end = f"{names}: {'not as documented' if deviations else 'as documented'}"
-    _write([*lines, *labelled("done", end, width)])
+    return [encodable(line, encoding) for line in [*lines, *labelled("done", end, width)]]
 
 
-def _width() -> int:
-    return min(max(shutil.get_terminal_size((100, 24)).columns, _NARROWEST), _WIDEST)
-
-
-def _write(lines: "Sequence[Line]") -> None:
-    """Writes in colour on a terminal, plain otherwise; what the stream lacks is written as escapes."""
-    from rich.console import Console
-    from rich.text import Text
-
-    encoding = sys.stdout.encoding or "ascii"
-    console = Console(file=sys.stdout, highlight=False, markup=False)
-    for line in lines:
-        text = line.text.encode(encoding, "backslashreplace").decode(encoding)
-        if console.is_terminal:
-            console.print(Text(text, style=line.style), soft_wrap=True)
-        else:
-            sys.stdout.write(f"{text}\n")
+def _columns(width: int) -> int:
+    return min(max(width, _NARROWEST), _WIDEST)

@@ -106,8 +106,8 @@ class TraceRun:
 
     def _trace(self, watched: WatchedSource) -> "TracedHead":
         from bf16forensics.commands._progress import sequence_bar
+        from bf16forensics.investigate.cores import usable_cores
         from bf16forensics.investigate.trace import TraceProgress, TraceRequest, trace_head
-        from bf16forensics.report.environment import usable_cores
 
         found, asked = self.found, self.asked
         # Somebody who names a row has seen the ranking, or does not want to wait for it.

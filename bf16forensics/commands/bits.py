@@ -22,7 +22,7 @@ CONTEXT_SETTINGS = {"ignore_unknown_options": True}
 
 _NARROWEST = 60
 _WIDEST = 80
-_RANDOM = re.compile(r"([0-9]{1,40})/([0-9]{1,3})")
+_RANDOM = re.compile(r"([0-9]{1,40})/([1-9][0-9]{0,2})")
 _OPTION = re.compile(r"--?[A-Za-z].*")
 _NEGATIVE_WORD = re.compile(r"-(inf|infinity|nan)", re.IGNORECASE)
 
@@ -73,10 +73,16 @@ def bits(
     ] = None,
     source: Annotated[
         FormatName | None,
-        typer.Option("--from", help="Format of decimals and of the running sum (default fp32).", show_default=False),
+        typer.Option(
+            "--from",
+            case_sensitive=False,
+            help="Format of decimals and of the running sum (default fp32).",
+            show_default=False,
+        ),
     ] = None,
     target: Annotated[
-        FormatName | None, typer.Option("--to", help="Format to round to (default bf16).", show_default=False)
+        FormatName | None,
+        typer.Option("--to", case_sensitive=False, help="Format to round to (default bf16).", show_default=False),
     ] = None,
     mode: Annotated[Mode, typer.Option(help="Rounding to the --to format; all else is rne.")] = Mode.RNE,
     overflow: Annotated[
@@ -124,7 +130,9 @@ def bits(
     goal = None if target is None else format_named(target)
     if event is not None:
         if values or source is not None or seed is not None or random is not None or mode is Mode.STOCHASTIC:
-            raise InputError("--event brings its own values; give it without values, --from, --seed and --random")
+            raise InputError(
+                "--event brings its own values; give it without values, --from, --seed, --random, stochastic"
+            )
         from bf16forensics.commands._bits_event import explain_event, parse_event
 
         found = explain_event(parse_event(event), accumulator, target=goal, mode=mode, overflow=overflow)
@@ -149,16 +157,11 @@ def _show(
 ) -> None:
     if as_json:
         from bf16forensics.report.bits.document import bits_object
-        from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps, plain
+        from bf16forensics.report.jsonio import dumps, opening, plain
 
-        head: dict[str, object] = {
-            "schema_version": SCHEMA_VERSION,
-            "tool": {"name": "bf16forensics", "version": __version__},
-            "command": ["bf16forensics", *(context.obj or ())],
-        }
-        typer.echo(
-            dumps(head | {"event": None if event is None else plain(event.facts)} | bits_object(explained)), nl=False
-        )
+        head = opening(("bf16forensics", *(context.obj or ())), tool_version=__version__)
+        facts = None if event is None else plain(event.facts)
+        typer.echo(dumps(head | {"event": facts} | bits_object(explained)), nl=False)
         return
     from bf16forensics.report.bits.text import bits_text
 

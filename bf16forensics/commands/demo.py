@@ -72,13 +72,11 @@ def _check_directory(directory: Path) -> None:
 
 
 def _write_json(documents: dict[str, dict[str, object]], deviations: list[str], command: tuple[str, ...]) -> None:
-    from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps
+    from bf16forensics.report.jsonio import dumps, opening
 
     first = next(iter(documents.values()))
     document = {
-        "schema_version": SCHEMA_VERSION,
-        "tool": {"name": "bf16forensics", "version": __version__},
-        "command": list(command),
+        **opening(command, tool_version=__version__),
         "environment": first["environment"],
         "verdict": "not as documented" if deviations else "as documented",
         "deviations": deviations,

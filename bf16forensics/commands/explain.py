@@ -35,14 +35,10 @@ def explain(
 
     items = entries() if code is None else (entry(code),)
     if as_json:
-        from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps, plain
+        from bf16forensics.report.jsonio import dumps, opening, plain
 
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "tool": {"name": "bf16forensics", "version": __version__},
-            "command": "explain",
-            "codes": plain(items),
-        }
+        command = ("bf16forensics", "explain", *(() if code is None else (code,)))
+        document = {**opening(command, tool_version=__version__), "codes": plain(items)}
         typer.echo(dumps(document), nl=False)
         return
     width = min(shutil.get_terminal_size().columns, _WIDEST)

@@ -52,14 +52,9 @@ def show_recipe(
 
 
 def _document(arguments: list[str], body: dict[str, object]) -> str:
-    from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps
+    from bf16forensics.report.jsonio import dumps, opening
 
-    head: dict[str, object] = {
-        "schema_version": SCHEMA_VERSION,
-        "tool": {"name": "bf16forensics", "version": __version__},
-        "command": ["bf16forensics", "recipe", *arguments],
-    }
-    return dumps(head | body)
+    return dumps(opening(("bf16forensics", "recipe", *arguments), tool_version=__version__) | body)
 
 
 def _width() -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bf16forensics.attention.result import MOST_ONES, TieRows
 from bf16forensics.attention.row_walk import RowWalk
-from bf16forensics.attention.ties import DROPPED, final_format, final_point, has_ties, main_sums
+from bf16forensics.attention.ties import DROPPED, add_values, final_format, final_point, has_ties, main_sums
 from bf16forensics.evidence.tie_results import TieClass, TieStatistics
 from bf16forensics.evidence.trace.results import RowTies
 from bf16forensics.floats.arrays import round_to
@@ -206,7 +206,11 @@ def row_ties(walk: RowWalk) -> RowTies | None:
     weight = largest if cast else 1.0 if share or at_o else 2.0 ** round(math.log2(largest))
     weight *= walk.value_scale if at_o else 1.0
     divisor = count if (share or at_o) and not cast else 1
-    found = main_sums(values, np.zeros(1, np.int64), np.array([weight]), np.array([divisor]), walk.v_format)
+    added, smallest = np.zeros((1, values.shape[1])), np.full((1, values.shape[1]), np.inf)
+    with np.errstate(invalid="ignore"):
+        for one in values:
+            add_values(added, smallest, one[None])
+    found = main_sums(added, smallest, np.array([weight]), np.array([divisor]), walk.v_format)
     with np.errstate(invalid="ignore", over="ignore"):
         before = _sum(walk)
         if at_o:

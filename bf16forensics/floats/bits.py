@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from bf16forensics.errors import InputError
-from bf16forensics.floats.blocks import UNITS, Block, explain_blocks, unit_named
 from bf16forensics.floats.chain import MEANINGS, ChainStep, explain_chain
 from bf16forensics.floats.explain import explain_conversion
 from bf16forensics.floats.explained import Rounding
@@ -14,6 +14,12 @@ from bf16forensics.floats.literal import Operand
 from bf16forensics.floats.pattern import Pattern
 from bf16forensics.floats.round_bits import explain_rounding
 
+if TYPE_CHECKING:
+    from bf16forensics.floats.blocks import Block
+    from bf16forensics.floats.matrix_unit import MatrixUnit
+
+#: Matrix units by name, without loading anything to know them.
+UNITS = ("sm80", "sm90", "sm100", "sm90-fp8")
 #: How a sum can be kept, the default first.
 ACCUMULATORS = (*MEANINGS, *UNITS)
 #: Other names of the same.
@@ -24,8 +30,8 @@ SEED_BITS = 32
 
 _UNIT_MEANING = (
     "The products are added as by the matrix unit of {name}: in blocks of {block}, aligned to their largest exponent, "
-    "cut off {fraction_bits} bits below it, added exactly and truncated toward zero to fp32; the end is rounded to "
-    "{target}."
+    "cut off {fraction_bits} bits below it, added exactly and truncated toward zero to {output_fraction_bits} fraction "
+    "bits of fp32; the end is rounded to {target}."
 )
 
 
@@ -46,7 +52,7 @@ class Bits:
     #: One step a term, one in all for "exact"; empty for a matrix unit.
     steps: tuple[ChainStep, ...]
     #: Fused dot-adds of a matrix unit; empty otherwise.
-    blocks: tuple[Block, ...]
+    blocks: "tuple[Block, ...]"
     #: The last rounding to the target, and the exact sum of all operands (None from an infinity or NaN on).
     final: Rounding
     exact: Fraction | None
@@ -119,12 +125,13 @@ def explain_bits(
     steps: tuple[ChainStep, ...] = ()
     blocks: tuple[Block, ...] = ()
     if name in UNITS:
+        from bf16forensics.floats.blocks import explain_blocks, unit_named
+
         unit = unit_named(name)
         one = [_one(term) for term in terms]
         blocks = explain_blocks(list(zip(terms, one, strict=True)), Pattern(fmt=FP32, code=0), unit)
         final = explain_conversion(blocks[-1].result, target, mode, overflow=overflow, random=randoms[-1])
-        facts = {"name": unit.name, "block": unit.block, "fraction_bits": unit.fraction_bits}
-        meaning = f"Each term is a product with 1. {_UNIT_MEANING.format(**facts, target=target.name)}"
+        meaning = f"Each term is a product with 1. {_unit_meaning(unit, target)}"
     else:
         steps = explain_chain(terms, name, source=source, target=target, mode=mode, overflow=overflow, randoms=randoms)
         final = steps[-1].event.to_target
@@ -174,10 +181,11 @@ def explain_unit(
     Raises:
         InputError: no products, an unknown unit, or what `blocks.explain_blocks` refuses.
     """
+    from bf16forensics.floats.blocks import explain_blocks, unit_named
+
     unit = unit_named(name)
     blocks = explain_blocks(products, start, unit)
     final = explain_conversion(blocks[-1].result, target, mode, overflow=overflow)
-    facts = {"name": unit.name, "block": unit.block, "fraction_bits": unit.fraction_bits}
     exact = start.value or Fraction(0)
     for first, second in products:
         exact += (first.value or 0) * (second.value or 0)
@@ -185,7 +193,7 @@ def explain_unit(
     return Bits(
         operands=(),
         accumulator=name,
-        meaning=_UNIT_MEANING.format(**facts, target=target.name),
+        meaning=_unit_meaning(unit, target),
         source=FP32,
         target=target,
         mode=mode,
@@ -197,6 +205,16 @@ def explain_unit(
         from_text=None,
         seed=None,
         labels=tuple(labels),
+    )
+
+
+def _unit_meaning(unit: "MatrixUnit", target: FloatFormat) -> str:
+    return _UNIT_MEANING.format(
+        name=unit.name,
+        block=unit.block,
+        fraction_bits=unit.fraction_bits,
+        output_fraction_bits=unit.output_fraction_bits,
+        target=target.name,
     )
 
 

@@ -16,9 +16,6 @@ from bf16forensics.floats.scalar import encode
 if TYPE_CHECKING:
     from bf16forensics.floats.matrix_unit import MatrixUnit
 
-#: Names that `unit_named` takes, without loading NumPy to know them.
-UNITS = ("sm80", "sm90", "sm100", "sm90-fp8")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTerm:
@@ -64,10 +61,10 @@ def unit_named(name: str) -> "MatrixUnit":
     """
     from bf16forensics.floats.matrix_unit import SM80, SM90, SM90_FP8, SM100
 
-    for unit in (SM80, SM90, SM100, SM90_FP8):
-        if unit.name == name:
-            return unit
-    raise InputError(f"unknown matrix unit {name!r}; use one of {', '.join(UNITS)}")
+    units = {unit.name: unit for unit in (SM80, SM90, SM100, SM90_FP8)}
+    if name not in units:
+        raise InputError(f"unknown matrix unit {name!r}; use one of {', '.join(units)}")
+    return units[name]
 
 
 def explain_blocks(
@@ -171,7 +168,6 @@ def _truncate(value: Fraction, fraction_bits: int) -> int:
         return FP32.infinity_code | (FP32.sign_mask if value < 0 else 0)
     if value:
         step = max(leading_exponent(abs(value)), FP32.exponent_min) - fraction_bits
-        code = encode(_toward_zero(value, step), FP32)
-        # A negative sum that truncates to zero keeps its sign.
-        return code | FP32.sign_mask if value < 0 else code
+        # A negative sum that truncates to zero becomes +0: a fraction has no negative zero.
+        return encode(_toward_zero(value, step), FP32)
     return 0

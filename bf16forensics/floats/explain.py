@@ -72,9 +72,10 @@ def explain_sum(
     if source is None or source is target:
         return ExplainedSum(sum=total, to_source=None, to_target=direct, direct=None)
     to_source = explain_rounding(number_of(total), source, overflow="nonfinite")
-    to_target = direct
-    if to_source.result is not None:
-        to_target = explain_conversion(to_source.result, target, mode, overflow=overflow, random=random)
+    # What drops nothing leaves the exact sum to be rounded, which is `direct`.
+    if to_source.decision == "exact" or to_source.result is None:
+        return ExplainedSum(sum=total, to_source=to_source, to_target=direct, direct=None)
+    to_target = explain_conversion(to_source.result, target, mode, overflow=overflow, random=random)
     is_twice = to_target.result != direct.result
     if to_target.decision == direct.decision == "open":
         is_twice = to_target.probability_up != direct.probability_up

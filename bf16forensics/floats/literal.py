@@ -51,7 +51,7 @@ def read_operand(text: str, source: FloatFormat = FP32) -> Operand:
     an exponent it is a decimal.
 
     Args:
-        text: The operand, upper or lower case.
+        text: The operand, upper or lower case; a typeset minus sign (U+2212) counts as a hyphen.
         source: Format of numbers that are not given as bits.
 
     Raises:
@@ -59,7 +59,8 @@ def read_operand(text: str, source: FloatFormat = FP32) -> Operand:
             exponent beyond every format.
     """
     given = text.strip()
-    lower = given.lower()
+    # The minus sign of typeset text, which looks like a hyphen in most fonts.
+    lower = given.lower().replace("\N{MINUS SIGN}", "-")
     if not lower or len(lower) > _LONGEST:
         raise InputError(f"an operand has 1 to {_LONGEST} characters, got {len(lower)}; {_FORMS}")
     if match := _PREFIXED.fullmatch(lower):

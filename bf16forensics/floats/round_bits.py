@@ -1,13 +1,12 @@
 """One rounding, bit by bit: kept and dropped digits, guard, round and sticky bit, and what decided. Plain Python."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 
 from bf16forensics.floats.explained import Counterfactual, Rounding
 from bf16forensics.floats.formats import FloatFormat
 from bf16forensics.floats.pattern import Pattern, leading_exponent, power_of_two
+from bf16forensics.floats.reasons import reason_of_decision, reason_of_range
 from bf16forensics.floats.scalar import encode
 
 #: Dropped digits at most where they never end: only a fraction that is not binary, such as 1/3, has such digits.
@@ -47,20 +46,34 @@ def explain_rounding(
         return _special(value, fmt, mode, chosen, result)
     exact = Fraction(value)
     is_negative = math.copysign(1.0, value) < 0 if isinstance(value, float) else exact < 0
-    step_exponent = _step_exponent(abs(exact), fmt)
-    num_steps, rest = divmod(abs(exact) / power_of_two(step_exponent), 1)
-    is_beyond = _code_of_steps(num_steps, step_exponent, fmt) > fmt.max_finite_code
+    magnitude = abs(exact)
+    step_exponent = _step_exponent(magnitude, fmt)
+    num_steps, rest = _in_steps(magnitude, step_exponent)
+    below = _code_of_steps(num_steps, step_exponent, fmt)
+    is_beyond = below > fmt.max_finite_code
     decision = "beyond" if is_beyond else _decision(num_steps, rest, mode, random)
     shown = None if decision == "open" else result
     reached = None if shown is None else shown.value
     error = None if reached is None else reached - exact
     dropped = _digits(rest)
     guard, round_bit = (int(dropped[i : i + 1] or "0") for i in (0, 1))
-    residue = rest - Fraction(guard, 2)
-    extreme = _extreme(abs(exact), decision, shown, fmt)
-    neighbours = _neighbours(num_steps, step_exponent, fmt, chosen, is_negative, is_exact=rest == 0)
-    reason = _reason(decision, mode, num_steps % 2, guard, residue, rest, random)
-    rounding = Rounding(
+    residue = rest - Fraction(guard, 2) if guard else rest
+    sticky = int(residue != Fraction(round_bit, 4))
+    is_outside = is_beyond or (below == fmt.max_finite_code and rest > 0)
+    extreme = _extreme(magnitude, decision, shown, fmt, is_outside=is_outside)
+    neighbours = _neighbours(below, fmt, chosen, is_negative, is_exact=rest == 0)
+    reason = reason_of_decision(decision, mode, num_steps % 2, guard, residue, rest, random)
+    without: tuple[Counterfactual, ...] = ()
+    if residue and not is_beyond and mode != "stochastic":
+        # In quarters of an ulp: what is left of the dropped bits.
+        cleared = {"sticky": 2 * guard + 1} if round_bit and sticky else {}
+        cleared["residue"] = 2 * guard
+        quarter = power_of_two(step_exponent - 2)
+        without = tuple(
+            _counterfactual(name, (4 * num_steps + left) * quarter, left == 2, is_negative, mode, chosen, result)
+            for name, left in cleared.items()
+        )
+    return Rounding(
         fmt=fmt,
         mode=mode,
         overflow=chosen,
@@ -72,11 +85,11 @@ def explain_rounding(
         last_kept=num_steps % 2,
         guard=guard,
         round_bit=round_bit,
-        sticky=int(residue != Fraction(round_bit, 4)),
+        sticky=sticky,
         residue_ulp=residue,
-        is_tie=rest == Fraction(1, 2),
+        is_tie=guard == 1 and not residue,
         decision=decision,
-        reason="; ".join(part for part in (reason, _reason_of_range(extreme, shown, fmt, mode)) if part),
+        reason="; ".join(part for part in (reason, reason_of_range(extreme, shown, fmt, mode)) if part),
         extreme=extreme,
         toward_zero=neighbours[0],
         away=neighbours[1],
@@ -85,34 +98,26 @@ def explain_rounding(
         error_ulp=None if error is None else error / power_of_two(step_exponent),
         probability_up=rest if mode == "stochastic" else None,
         random=random,
-        without=(),
+        without=without,
     )
-    if not residue or is_beyond or mode == "stochastic":
-        return rounding
-    return replace(rounding, without=tuple(_counterfactuals(rounding, num_steps)))
 
 
-def _counterfactuals(rounding: Rounding, num_steps: int) -> Iterator[Counterfactual]:
-    step = power_of_two(rounding.step_exponent)
-    rests = {"residue": Fraction(rounding.guard, 2)}
-    if rounding.round_bit and rounding.sticky:
-        rests = {"sticky": Fraction(rounding.guard, 2) + Fraction(1, 4)} | rests
-    for cleared, rest in rests.items():
-        magnitude = (num_steps + rest) * step
-        exact = -magnitude if rounding.is_negative else magnitude
-        # A float -0.0 keeps the sign that a fraction 0 has not.
-        value = exact if exact else (-0.0 if rounding.is_negative else 0.0)
-        code = encode(value, rounding.fmt, rounding.mode, overflow=rounding.overflow)
-        result = Pattern(fmt=rounding.fmt, code=code)
-        reached = result.value
-        yield Counterfactual(
-            cleared=cleared,
-            exact=exact,
-            result=result,
-            error=None if reached is None else reached - exact,
-            is_tie=rest == Fraction(1, 2),
-            is_other=result != rounding.result,
-        )
+def _counterfactual(
+    cleared: str, magnitude: Fraction, is_tie: bool, is_negative: bool, mode: str, overflow: str, actual: Pattern
+) -> Counterfactual:
+    exact = -magnitude if is_negative else magnitude
+    # A float -0.0 keeps the sign that a fraction 0 has not.
+    value = exact if exact else (-0.0 if is_negative else 0.0)
+    result = Pattern(fmt=actual.fmt, code=encode(value, actual.fmt, mode, overflow=overflow))
+    reached = result.value
+    return Counterfactual(
+        cleared=cleared,
+        exact=exact,
+        result=result,
+        error=None if reached is None else reached - exact,
+        is_tie=is_tie,
+        is_other=result != actual,
+    )
 
 
 def _special(value: float, fmt: FloatFormat, mode: str, overflow: str, result: Pattern) -> Rounding:
@@ -157,6 +162,17 @@ def _step_exponent(magnitude: Fraction, fmt: FloatFormat) -> int:
     return max(leading_exponent(magnitude), fmt.exponent_min) - fmt.fraction_bits
 
 
+def _in_steps(magnitude: Fraction, step_exponent: int) -> tuple[int, Fraction]:
+    """Whole steps of 2**step_exponent, and the rest in steps: [0, 1)."""
+    numerator, denominator = magnitude.numerator, magnitude.denominator
+    if step_exponent >= 0:
+        denominator <<= step_exponent
+    else:
+        numerator <<= -step_exponent
+    whole, rest = divmod(numerator, denominator)
+    return whole, Fraction(rest, denominator)
+
+
 def _digits(rest: Fraction) -> str:
     """Binary digits of a fraction in [0, 1) behind the point, without trailing zeros."""
     width = rest.denominator.bit_length() - 1
@@ -171,10 +187,9 @@ def _code_of_steps(num_steps: int, step_exponent: int, fmt: FloatFormat) -> int:
 
 
 def _neighbours(
-    num_steps: int, step_exponent: int, fmt: FloatFormat, overflow: str, is_negative: bool, *, is_exact: bool
+    below: int, fmt: FloatFormat, overflow: str, is_negative: bool, *, is_exact: bool
 ) -> tuple[Pattern, Pattern | None]:
     sign_bit = fmt.sign_mask if is_negative else 0
-    below = _code_of_steps(num_steps, step_exponent, fmt)
     toward_zero = Pattern(fmt=fmt, code=sign_bit | min(below, fmt.max_finite_code))
     if is_exact and below <= fmt.max_finite_code:
         return toward_zero, toward_zero
@@ -201,43 +216,9 @@ def _decision(num_steps: int, rest: Fraction, mode: str, random: Fraction | None
     return "up" if is_up else "down"
 
 
-def _extreme(magnitude: Fraction, decision: str, result: Pattern | None, fmt: FloatFormat) -> str:
+def _extreme(magnitude: Fraction, decision: str, result: Pattern | None, fmt: FloatFormat, *, is_outside: bool) -> str:
     if magnitude == 0:
         return "zero"
-    if result is not None and magnitude > Fraction(fmt.max_finite) and decision != "down":
+    if result is not None and is_outside and decision != "down":
         return "saturated" if result.is_finite else "overflow"
-    return "subnormal" if magnitude < Fraction(fmt.min_normal) else ""
-
-
-def _reason(
-    decision: str, mode: str, last_kept: int, guard: int, residue: Fraction, rest: Fraction, random: Fraction | None
-) -> str:
-    if decision == "beyond":
-        return ""
-    if decision == "exact":
-        return "nothing is dropped: the format holds the value"
-    if mode == "rz":
-        return "toward zero: the dropped bits are cut off, whatever they are"
-    if mode == "stochastic":
-        if random is None:
-            return "up with a probability equal to the dropped bits in ulp; no random number was given"
-        relation = "below" if decision == "up" else "not below"
-        return f"the random number {float(random):.6g} is {relation} the dropped bits in ulp, {float(rest):.6g}"
-    if mode == "rna":
-        return f"ties away from zero: the guard bit alone decides, and it is {guard}"
-    if not guard:
-        return "guard 0: the dropped bits are less than half an ulp"
-    if residue:
-        return "guard 1 and a bit below it is 1: the dropped bits are more than half an ulp"
-    if last_kept:
-        return "a tie, exactly half an ulp; the last kept bit is 1 (odd), so to the even neighbour"
-    return "a tie, exactly half an ulp; the last kept bit is 0 (even) and stays"
-
-
-def _reason_of_range(extreme: str, result: Pattern | None, fmt: FloatFormat, mode: str) -> str:
-    if result is None or extreme not in ("overflow", "saturated"):
-        return ""
-    largest = f"the largest finite value of {fmt.name} is {fmt.max_finite:.7g}, and what lies beyond it"
-    if extreme == "overflow":
-        return f"{largest} becomes {'NaN' if result.is_nan else 'infinity'}"
-    return f"{largest} is held there by {'rounding toward zero' if mode == 'rz' else 'saturation'}"
+    return "subnormal" if magnitude < power_of_two(fmt.exponent_min) else ""

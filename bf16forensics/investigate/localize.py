@@ -4,7 +4,6 @@ Sequences are computed side by side, each on one thread of its own, and added in
 for any number of threads, and no sequence depends on its neighbours in the batch.
 """
 
-import os
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from bf16forensics.evidence.observe_results import Observation
 from bf16forensics.evidence.results import HeadEvidence
 from bf16forensics.evidence.ties import tie_point
 from bf16forensics.investigate.collect import Collector
+from bf16forensics.investigate.cores import usable_cores
 from bf16forensics.investigate.interrupts import interrupts_deferred
 from bf16forensics.investigate.observe import ObservationCollector, observe_options
 from bf16forensics.investigate.sequence import LocalizeOptions, SequenceDone, SequenceWork
@@ -83,7 +83,7 @@ def find_heads(
     """
     shape = source.shape
     require_ieee()
-    workers = options.workers or _usable_cores()
+    workers = options.workers or usable_cores()
     recipe = options.recipe
     collector = Collector(source, workers, ones_counted=recipe.anchored_at_maximum, tie_point=tie_point(recipe))
     observe = observe_options(shape, options.recipe, options.reference) if options.observe else None
@@ -137,10 +137,6 @@ def find_heads(
         finally:
             results.close()
         return found(interrupted)
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def _run_in_order(

@@ -1,5 +1,6 @@
 """NumPy arrays in safetensors files, written and read without a tensor library. Nothing in a file is ever executed."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from safetensors.numpy import save
 from bf16forensics.errors import InputError
 from bf16forensics.load.files import first_bytes, unreadable
 
+#: Entry of the metadata that holds the checksum of everything else.
+_CHECKSUM = "sha256"
 #: The types that are written and read, by their names in the format: every one of them NumPy has.
 _TYPES = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "BOOL": np.bool_}
 
@@ -29,7 +32,7 @@ class ArrayFile:
 
 
 def array_bytes(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file; the same content gives the same bytes.
+    """The bytes of a file; the same content gives the same bytes. A checksum of all of it is part of the metadata.
 
     Args:
         arrays: float32, float64, int64 or bool, any shape, by name.
@@ -43,14 +46,15 @@ def array_bytes(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str])
         if array.dtype not in known:
             raise TypeError(f"array {name} is {array.dtype}; a file of arrays holds float32, float64, int64 and bool")
     ordered = {name: np.array(arrays[name], order="C") for name in sorted(arrays)}
-    return _with_sorted_metadata(save(ordered, metadata=dict(metadata)))
+    return _with_sorted_metadata(save(ordered, metadata={**metadata, _CHECKSUM: _checksum(ordered, metadata)}))
 
 
 def read_arrays(path: Path) -> ArrayFile:
     """Reads a whole file.
 
     Raises:
-        InputError: missing, empty, a Git LFS pointer, damaged, or with an array of another type.
+        InputError: missing, empty, a Git LFS pointer, damaged (where it holds a checksum: in any byte), or with an
+            array of another type.
     """
     first_bytes(path)
     try:
@@ -77,15 +81,37 @@ def read_arrays(path: Path) -> ArrayFile:
             raise InputError(
                 f"{path}: array {name[:80]!r} holds bytes that are no bool; run trace-head again to write it"
             )
+    checksum = metadata.pop(_CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(arrays, metadata):
+        raise InputError(f"{path}: damaged, its checksum does not fit; run trace-head again to write it")
     return ArrayFile(arrays=arrays, metadata=metadata)
 
 
+def _checksum(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> str:
+    """SHA-256 over names, types, shapes and bytes of the arrays, and over the metadata, each in the order of names."""
+    shapes = [(name, str(arrays[name].dtype), arrays[name].shape) for name in sorted(arrays)]
+    digest = hashlib.sha256(json.dumps([shapes, sorted(metadata.items())]).encode("utf-8"))
+    for name in sorted(arrays):
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()
+
+
+def sorted_header(header: bytes) -> bytes:
+    """The JSON header of a safetensors file with its metadata in order, no blanks at the end.
+
+    The library writes the metadata in a random order, process by process.
+
+    Args:
+        header: the header without the eight bytes of its length; it has metadata.
+    """
+    entries = json.loads(header)
+    entries["__metadata__"] = dict(sorted(entries["__metadata__"].items()))
+    return json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+
+
 def _with_sorted_metadata(data: bytes) -> bytes:
-    """The file with its metadata in order: the library writes it in a random one, process by process."""
     length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    header = sorted_header(data[8 : 8 + length])
     # The header is padded with blanks to whole words of 8 bytes, so that the arrays stay aligned.
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+    header = header.ljust(-(-len(header) // 8) * 8)
+    return len(header).to_bytes(8, "little") + header + data[8 + length :]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bf16forensics.errors import InputError
-from bf16forensics.report.jsonio import dumps, plain, read_json, write_durably
+from bf16forensics.report.jsonio import dumps, plain, read_json
+from bf16forensics.report.whole_file import write_new
 
 if TYPE_CHECKING:
     from bf16forensics.investigate.keep import KeptRecord
@@ -125,7 +126,7 @@ def _fill(folder: Path, document: dict[str, object], kept: "Sequence[KeptRecord]
         files = [write_record(folder / TENSORS / f"{record.name}.safetensors", record) for record in kept]
         _sync(folder / TENSORS)
     written = {**document, "tensors": plain(files)}
-    write_durably(folder / DOCUMENT, dumps(written))
+    write_new(folder / DOCUMENT, dumps(written).encode("ascii"))
     _sync(folder)
     return written
 

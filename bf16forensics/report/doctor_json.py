@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from bf16forensics.investigate.doctor.result import STATUSES, DoctorReport, UnitProbe
-from bf16forensics.report.environment import Environment
-from bf16forensics.report.jsonio import SCHEMA_VERSION, plain
+from bf16forensics.report.environment import Environment, environment_object
+from bf16forensics.report.jsonio import opening, plain
 
 
 def doctor_document(report: DoctorReport, *, command: Sequence[str], environment: Environment) -> dict[str, object]:
@@ -19,23 +19,8 @@ def doctor_document(report: DoctorReport, *, command: Sequence[str], environment
         Dictionaries, lists, strings, integers, booleans and None.
     """
     built: dict[str, object] = {
-        "schema_version": SCHEMA_VERSION,
-        "tool": {"name": "bf16forensics", "version": environment.tool_version},
-        "command": list(command),
-        "environment": {
-            "python": environment.python,
-            "torch": environment.torch,
-            "numpy": environment.numpy,
-            "triton": environment.triton,
-            "platform": environment.platform,
-            "device": environment.device,
-            "volatile": {
-                "date": environment.date,
-                "host": environment.host,
-                "threads": environment.threads,
-                "wall_s": report.wall_s,
-            },
-        },
+        **opening(command, tool_version=environment.tool_version),
+        "environment": environment_object(environment, {"wall_s": report.wall_s}),
         "verdict": report.verdict,
         "counts": {status: report.count(status) for status in STATUSES},
         "system": report.system,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from bf16forensics.evidence.results import ErrorStatistics, GradientCoupling, HeadEvidence, SignedStatistics
 from bf16forensics.investigate.result import LocalizeResult
-from bf16forensics.report.environment import Environment
-from bf16forensics.report.jsonio import SCHEMA_VERSION, plain
+from bf16forensics.report.environment import Environment, environment_object
+from bf16forensics.report.jsonio import opening, plain
 from bf16forensics.report.observation import observation_json
 from bf16forensics.verdict.findings import HeadVerdict, Judgement
 from bf16forensics.verdict.words import head_name
@@ -40,10 +40,8 @@ def document(
     verdicts = {(head.layer, head.head): head for head in judgement.heads}
     heads = sorted(result.heads, key=lambda head: (head.layer, head.head))
     built: dict[str, object] = {
-        "schema_version": SCHEMA_VERSION,
-        "tool": {"name": "bf16forensics", "version": environment.tool_version},
-        "command": list(command),
-        "environment": _environment(result, environment),
+        **opening(command, tool_version=environment.tool_version),
+        "environment": environment_object(environment, _fields(result.timing)),
         "inputs": _inputs(result),
         "recipe": result.recipe,
         "reference": result.reference,
@@ -61,24 +59,6 @@ def document(
     if result.observation is not None:
         built["observation"] = observation_json(result.observation)
     return {key: plain(value) for key, value in built.items()}
-
-
-def _environment(result: LocalizeResult, environment: Environment) -> dict[str, object]:
-    return {
-        "python": environment.python,
-        "torch": environment.torch,
-        "numpy": environment.numpy,
-        "triton": environment.triton,
-        "platform": environment.platform,
-        "device": environment.device,
-        "volatile": {
-            "date": environment.date,
-            "host": environment.host,
-            "threads": environment.threads,
-            "working_directory": environment.working_directory,
-            **_fields(result.timing),
-        },
-    }
 
 
 def _inputs(result: LocalizeResult) -> dict[str, object]:

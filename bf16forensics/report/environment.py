@@ -3,9 +3,12 @@
 import os
 import platform
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+
+from bf16forensics.investigate.cores import usable_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +68,28 @@ def collect(*, tool_version: str, threads: int | None = None, device: str = "cpu
     )
 
 
-def usable_cores() -> int:
-    """Processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def environment_object(environment: Environment, measured: Mapping[str, object]) -> dict[str, object]:
+    """The environment as a JSON document has it; what differs from run to run stands under "volatile".
+
+    Args:
+        environment: versions and machine.
+        measured: further volatile fields, such as times.
+    """
+    return {
+        "python": environment.python,
+        "torch": environment.torch,
+        "numpy": environment.numpy,
+        "triton": environment.triton,
+        "platform": environment.platform,
+        "device": environment.device,
+        "volatile": {
+            "date": environment.date,
+            "host": environment.host,
+            "threads": environment.threads,
+            "working_directory": environment.working_directory,
+            **measured,
+        },
+    }
 
 
 def _working_directory() -> str:

@@ -1,12 +1,9 @@
-"""Canonical JSON: strict, in fixed key order, written whole or not at all."""
+"""Canonical JSON: strict, in fixed key order."""
 
 import dataclasses
 import json
 import math
-import os
-import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from bf16forensics.errors import InputError
@@ -54,50 +51,22 @@ def dumps(document: Mapping[str, object]) -> str:
     return json.dumps(document, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
 
 
-def write_json(path: Path, document: Mapping[str, object], *, force: bool) -> None:
-    """Writes the document: complete under its name, or not at all.
+def opening(command: Sequence[str], *, tool_version: str) -> dict[str, object]:
+    """What every document begins with.
 
     Args:
-        path: the file.
-        document: plain values.
-        force: replace an existing file.
-
-    Raises:
-        InputError: the file exists and `force` is not given, or its folder cannot be written.
+        command: the command as run, program name first.
+        tool_version: version of this package.
     """
-    if path.is_dir():
-        raise InputError(f"{path} is a directory; name a file")
-    if path.exists() and not force:
-        raise InputError(f"{path} exists; pass --force to replace it, or name another file")
-    text = dumps(document)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        write_durably(temporary, text)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {path}: {error.strerror or error}; choose a folder that can be written"
-        ) from error
-    finally:
-        # The folder itself may be what is wrong; the error on its way out says so.
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Writes a new UTF-8 file and waits until it is on disk.
-
-    Raises:
-        OSError: the file exists or cannot be written.
-    """
-    with path.open("x", encoding="utf-8", newline="\n") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tool": {"name": "bf16forensics", "version": tool_version},
+        "command": list(command),
+    }
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Reads a document that `write_json` or a case wrote, and checks that this version can read it.
+    """Reads the document of a case, and checks that this version can read it.
 
     Raises:
         InputError: missing, not strict JSON, not a document of this tool, or written by a later schema version.

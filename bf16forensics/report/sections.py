@@ -5,8 +5,8 @@ import os
 from collections.abc import Sequence
 
 from bf16forensics.investigate.result import LocalizeResult
-from bf16forensics.load.files import FileFacts
 from bf16forensics.report.glyphs import Glyphs
+from bf16forensics.report.input_words import files_words
 from bf16forensics.report.layout import BLANK, Line, labelled, shell
 from bf16forensics.report.recipe_words import recipe_words
 from bf16forensics.report.table import SHORT
@@ -21,11 +21,8 @@ from bf16forensics.verdict.findings import (
 )
 from bf16forensics.verdict.words import count, number
 
-#: Most files and notes that the header names.
-_FILES = 4
+#: Most notes that the header names.
 _NOTES = 3
-#: Columns of a path.
-_PATH = 60
 _STYLES = {"error": "bold red", "warning": "yellow", "note": ""}
 _VERDICT_STYLES = {
     COMPOUNDING_BIAS: "bold red",
@@ -44,7 +41,7 @@ def header(result: LocalizeResult, width: int, glyphs: Glyphs) -> list[Line]:
     basis = f"reference {result.reference}"
     if result.activations is not None:
         basis += f", activations {result.activations}"
-    lines = labelled("read", _files(result.inputs), width, most=3)
+    lines = labelled("read", files_words(result.inputs), width, most=3)
     named = result.shape.casefold().startswith(result.kind.casefold())
     shape = result.shape if named else f"{result.kind}: {result.shape}"
     lines += labelled("model", f"{shape}; {_geometry(result)}", width, most=2)
@@ -145,27 +142,6 @@ def _part(finding: Finding, field: str, width: int) -> list[Line]:
         return labelled("", f"{field}: {getattr(finding, field)}", width, most=3)
     text = f"{finding.code} {finding.name}: {finding.message}"
     return labelled(finding.severity, text, width, style=_STYLES[finding.severity], most=3)
-
-
-def _files(files: Sequence[FileFacts]) -> str:
-    parts = [
-        f"{file.role} {_elided(file.path)} ({_size(file.size_bytes)}, sha256 {file.sha256[:8]})"
-        for file in files[:_FILES]
-    ]
-    if len(files) > _FILES:
-        parts.append(f"and {count(len(files) - _FILES, 'more file')}")
-    return "; ".join(parts)
-
-
-def _elided(path: str) -> str:
-    """A long path without its middle; the JSON document holds all of it."""
-    return path if len(path) <= _PATH else f"{path[: _PATH // 3]}...{path[-2 * _PATH // 3 :]}"
-
-
-def _size(size_bytes: int) -> str:
-    if size_bytes < 1000:
-        return f"{size_bytes} B"
-    return f"{size_bytes / 1e3:,.0f} kB" if size_bytes < 1_000_000 else f"{size_bytes / 1e6:,.1f} MB"
 
 
 def _geometry(result: LocalizeResult) -> str:

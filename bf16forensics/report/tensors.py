@@ -1,7 +1,6 @@
 """Kept records as safetensors files, which `localize --record` reads back."""
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from bf16forensics.investigate.keep import KeptRecord
+from bf16forensics.report.array_file import sorted_header
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -100,15 +100,13 @@ def tensors_sha256(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _sort_metadata(stream: BinaryIO) -> None:
-    """Puts the metadata of a safetensors file in order: the library writes it in a random one, run by run."""
+    """Puts the metadata in order in place: the tensors of a long record are not read back for it."""
     length = int.from_bytes(stream.read(8), "little")
-    header = json.loads(stream.read(length))
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    header = sorted_header(stream.read(length))
     # The format pads its header with blanks; a text that grew (other escapes) would move the data: it stays.
-    if len(text) <= length:
+    if len(header) <= length:
         stream.seek(8)
-        stream.write(text.ljust(length))
+        stream.write(header.ljust(length))
 
 
 def _stored(tensor: torch.Tensor | None, storage: str) -> torch.Tensor | None:

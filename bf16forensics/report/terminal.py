@@ -1,14 +1,10 @@
 """The terminal report: at most 60 lines whatever the model, an observation apart; readable without colour."""
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rich.console import Console
-from rich.text import Text
-
 from bf16forensics.investigate.result import LocalizeResult
+from bf16forensics.report.console import encodable, show_lines, text_of
 from bf16forensics.report.glyphs import Glyphs, glyphs_for
 from bf16forensics.report.layout import Line
 from bf16forensics.report.observation import observation_section
@@ -48,7 +44,7 @@ def render(
     Returns:
         Text without control sequences that `encoding` can encode.
     """
-    return "".join(f"{line.text}\n" for line in _lines(result, judgement, width, top, encoding, case))
+    return text_of(_lines(result, judgement, width, top, encoding, case))
 
 
 def show(
@@ -60,15 +56,7 @@ def show(
     case: str | None = None,
 ) -> None:
     """Writes the report to a stream: in colour on a terminal, plain otherwise. Arguments as for `render`."""
-    target = sys.stdout if stream is None else stream
-    console = Console(file=target, highlight=False, markup=False)
-    width = console.width if console.is_terminal else _width_of_files()
-    lines = _lines(result, judgement, width, top, getattr(target, "encoding", None), case)
-    if not console.is_terminal:
-        target.write("".join(f"{line.text}\n" for line in lines))
-        return
-    for line in lines:
-        console.print(Text(line.text, style=line.style), soft_wrap=True)
+    show_lines(lambda width, encoding: _lines(result, judgement, width, top, encoding, case), stream)
 
 
 def _lines(
@@ -92,7 +80,7 @@ def _lines(
     found = findings(judgement, columns, max(room - len(wanted), _LEAST_FINDING_LINES))
     table = head_table(result, judgement, columns, glyphs, top=top, room=room - len(found))
     observed = _observed(result, judgement, columns, glyphs, top)
-    return [_encodable(line, encoding) for line in _joined((before, found, table, tied, observed, after))]
+    return [encodable(line, encoding) for line in _joined((before, found, table, tied, observed, after))]
 
 
 def _observed(result: LocalizeResult, judgement: Judgement, width: int, glyphs: Glyphs, top: int) -> list[Line]:
@@ -102,21 +90,5 @@ def _observed(result: LocalizeResult, judgement: Judgement, width: int, glyphs: 
     return observation_section(result.observation, width, glyphs, ranking=judgement.ranking, top=top)
 
 
-def _width_of_files() -> int:
-    """Columns where no terminal says how many: what COLUMNS asks for, else 100."""
-    asked = os.environ.get("COLUMNS", "")
-    return int(asked) if asked.isdecimal() else 100
-
-
 def _joined(parts: Sequence[Sequence[Line]]) -> list[Line]:
     return [line for part in parts for line in part]
-
-
-def _encodable(line: Line, encoding: str | None) -> Line:
-    """The line with what the stream cannot carry written as escapes; names of files and tensors may hold anything."""
-    name = encoding or "ascii"
-    try:
-        text = line.text.encode(name, "backslashreplace").decode(name)
-    except LookupError:
-        text = line.text.encode("ascii", "backslashreplace").decode("ascii")
-    return Line(text=text, style=line.style)

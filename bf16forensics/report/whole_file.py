@@ -45,13 +45,22 @@ def write_whole(path: Path, data: bytes) -> None:
     beside = target.with_name(f".{target.stem}.{secrets.token_hex(4)}.tmp{target.suffix}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("xb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_new(beside, data)
         beside.replace(target)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}; name another file") from error
     finally:
         with suppress(OSError):
             beside.unlink()
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a new file and waits until it is on disk.
+
+    Raises:
+        OSError: the file exists or cannot be written.
+    """
+    with path.open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bf16forensics.errors import InputError
-from bf16forensics.floats.bits import check_accumulator, explain_bits, explain_unit
-from bf16forensics.floats.blocks import UNITS, explain_blocks, unit_named
+from bf16forensics.floats.bits import UNITS, check_accumulator, explain_bits, explain_unit
+from bf16forensics.floats.blocks import explain_blocks, unit_named
 from bf16forensics.floats.chain import explain_chain
 from bf16forensics.floats.formats import BF16, FP16, FP32, FP64
 from bf16forensics.floats.literal import read_operand
@@ -188,6 +188,28 @@ def test_blocks_chain_in_the_order_of_the_terms():
     assert bits.blocks[1].addends[0].exact == 8
     assert bits.exact == 8 + Fraction(8, 2**20)
     assert bits.final.exact == bits.blocks[1].result.value
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("exponent", "code"), [(-149, 1), (-150, 0), (-160, 0)])
+@pytest.mark.parametrize("name", [unit for unit in UNITS if unit != "sm90-fp8"])
+def test_a_sum_below_the_smallest_number_truncates_to_plus_zero(name, exponent, code, sign):
+    """As ADR 0010 says and `matrix_unit` computes: no sign is left of a negative sum that truncates to zero."""
+    tiny, small = patterns([sign * 2.0 ** (exponent + 80), 2.0**-80], BF16)
+    (block,) = explain_blocks([(tiny, small)], Pattern(fmt=FP32, code=0), unit_named(name))
+    assert block.result.code == (code | (sign < 0 and code) << 31)
+    numbers = (np.array([factor.number]) for factor in (tiny, small))
+    expected = fused_dot_add(np.array(0.0), *numbers, unit_named(name), operands="bf16")
+    assert block.result.code == int(expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_the_meaning_of_a_unit_says_where_it_truncates(name):
+    unit = unit_named(name)
+    meaning = explain_bits(operands(1.0, 2.0), accumulator=name, source=FP32, target=BF16).meaning
+    assert f"in blocks of {unit.block}, " in meaning
+    assert f"cut off {unit.fraction_bits} bits below it" in meaning
+    assert f"to {unit.output_fraction_bits} fraction bits of fp32" in meaning
 
 
 def test_products_and_a_start_of_their_own():

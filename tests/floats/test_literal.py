@@ -81,6 +81,8 @@ def test_patterns(text, fmt, code, value):
         ("0x1p-149", 2.0**-149),
         ("0xAp0", 10.0),
         ("  2  ", 2.0),
+        ("\N{MINUS SIGN}2.40625", -2.40625),
+        ("1e\N{MINUS SIGN}0", 1.0),
     ],
 )
 def test_values(text, value):
@@ -185,6 +187,7 @@ def test_beyond_the_range_is_rounded_to_infinity():
         "0b",
         "0x",
         "\u0663",
+        "\N{EN DASH}1",
         "9" * 1201,
         "z" * 1200,
         "1\n2",

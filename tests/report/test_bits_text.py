@@ -132,6 +132,11 @@ def test_what_the_text_says(texts, options, lines):
         assert line in text or " ".join(line.split()) in flat
 
 
+def test_an_open_sum_of_three_has_no_error():
+    text = text_of("0.1", "0.2", "0.3", mode="stochastic")
+    assert text.endswith("all together    exact sum 0.6000000163912773\n")
+
+
 def test_sums_beyond_every_double_are_shown():
     huge = ["0x1.fffffffffffffp1023"] * 3
     text = text_of(*huge, source=FP64, target=FP64, accumulator="each-add")

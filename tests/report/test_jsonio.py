@@ -1,4 +1,4 @@
-"""Canonical JSON: conversion, strictness, atomic writing."""
+"""Canonical JSON: conversion, strictness, reading."""
 
 import json
 import math
@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bf16forensics.errors import InputError
-from bf16forensics.report import jsonio
-from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps, plain, read_json, write_json
+from bf16forensics.report.jsonio import SCHEMA_VERSION, dumps, opening, plain, read_json
 
 DOCUMENT = {"schema_version": SCHEMA_VERSION, "b": 1.5, "a": ["\u03b4", None, True]}
 
@@ -50,38 +49,19 @@ def test_what_does_not_belong_in_a_report_is_refused():
         dumps({"value": math.nan})
 
 
-def test_a_file_is_not_replaced_without_force(tmp_path):
-    path = tmp_path / "a.json"
-    write_json(path, DOCUMENT, force=False)
-    before = path.read_bytes()
-    with pytest.raises(InputError, match=r"a\.json exists; pass --force"):
-        write_json(path, {"schema_version": 1}, force=False)
-    assert path.read_bytes() == before
-    write_json(path, {"schema_version": 1}, force=True)
-    assert read_json(path) == {"schema_version": 1}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+def test_a_document_begins_with_schema_tool_and_command_as_run():
+    head = opening(("bf16forensics", "demo", "--json"), tool_version="1.2")
+    assert list(head.items()) == [
+        ("schema_version", SCHEMA_VERSION),
+        ("tool", {"name": "bf16forensics", "version": "1.2"}),
+        ("command", ["bf16forensics", "demo", "--json"]),
+    ]
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    write_json(path, DOCUMENT, force=False)
-    before = path.read_bytes()
-
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(jsonio.os, "fsync", fail)
-    with pytest.raises(InputError, match="No space left"):
-        write_json(path, {"schema_version": 1}, force=True)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
-
-
-def test_places_that_cannot_be_written(tmp_path):
-    with pytest.raises(InputError, match="cannot write"):
-        write_json(tmp_path / "missing" / "a.json", DOCUMENT, force=False)
-    with pytest.raises(InputError, match="is a directory"):
-        write_json(tmp_path, DOCUMENT, force=True)
+def test_what_was_written_is_read(tmp_path):
+    path = tmp_path / "case.json"
+    path.write_text(dumps(DOCUMENT), encoding="ascii")
+    assert read_json(path) == DOCUMENT
 
 
 @pytest.mark.parametrize(

@@ -365,3 +365,27 @@ def test_export_targets(tmp_path, traces):
         write_export(taken, traces.trace(), traces.row_trace(), traces.context(), force=False)
     assert taken.read_text() == "mine"
     check_export_target(taken, force=True)
+
+
+def test_no_byte_of_an_array_changes_unnoticed(traces, path, tmp_path):
+    write_row_trace(path, traces.row_trace())
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    generator = np.random.default_rng(11)
+    for place in (start, len(data) - 1, *generator.integers(start, len(data), 40).tolist()):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << int(generator.integers(8))
+        other = tmp_path / "damaged.safetensors"
+        other.write_bytes(bytes(damaged))
+        with pytest.raises(InputError):
+            read_row_trace(other)
+
+
+def test_a_changed_word_of_the_metadata_is_noticed(traces, path):
+    write_row_trace(path, traces.row_trace())
+    data = path.read_bytes()
+    assert b'"token":"' in data
+    before = data.index(b'"token":"') + len(b'"token":"')
+    path.write_bytes(data[:before] + (b"7" if data[before : before + 1] != b"7" else b"3") + data[before + 1 :])
+    with pytest.raises(InputError, match="checksum"):
+        read_row_trace(path)

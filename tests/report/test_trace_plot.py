@@ -83,7 +83,7 @@ def test_title_footer_and_headings(drawn):
         "nothing accumulates",
         "within half an ulp",
         "bf16forensics 0.1.0",
-        "2 of the 10 largest jumps",
+        "2 of the ten largest jumps sit at P̄ = 1",
     ):
         assert part in text
 
@@ -177,6 +177,24 @@ def test_contributions_and_both_signs(drawn, traces):
     np.testing.assert_array_equal(values[0], [np.sign(item.o_err) for item in by_feature])
 
 
+def one_row(traces):
+    """A row computed alone: of all others nothing is known."""
+    rows = np.full((1, 64), math.nan)
+    rows[0, 50] = -2.5e-9
+    traced = replace(traces.token_trace().token, delta_err=-2.5e-9)
+    return traces.trace(sequences=(3,), delta_err=rows, rows=1, delta_err_sum=-2.5e-9, traced=traced)
+
+
+def test_rows_that_were_not_computed_are_not_drawn_as_zero(drawn, traces):
+    figure = drawn(one_row(traces))
+    first, second = panel(figure, "a"), panel(figure, "b")
+    assert not first.lines
+    assert not second.lines
+    assert [text.get_text() for text in first.texts] == ["−2.5e−9"]
+    assert [text.get_text() for text in second.texts] == ["one row alone was computed"]
+    assert "a bias climbs" not in words(figure)
+
+
 def shapes(traces):
     """Traces of every odd shape."""
     many = np.where(np.arange(3 * 5000).reshape(3, 5000) % 2, 1e-7, -1.1e-7)
@@ -194,12 +212,13 @@ def shapes(traces):
         "no bound": traces.trace(cumulative=traces.cumulative(half_ulp=None, bound_exceeded=None)),
         "long": replace(wide, cumulative=traces.cumulative(5000), v_all=traces.row(5000)[1]),
         "wide": traces.trace(token=traces.token_trace(count=256)),
+        "one row": one_row(traces),
         "nan": traces.trace(cumulative=traces.cumulative(error=np.full(160, math.nan))),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["usual", "no gradient", "no backward", "one key", "exact", "no bound", "long", "wide", "nan"]
+    "name", ["usual", "no gradient", "no backward", "one key", "exact", "no bound", "long", "wide", "one row", "nan"]
 )
 def test_any_shape_is_drawn_without_overlap(drawn, traces, name):
     figure = drawn(shapes(traces)[name], recipe=replace(traces.context().recipe, name="fa2$x^{"))

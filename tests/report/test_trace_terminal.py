@@ -17,7 +17,15 @@ from rich.cells import cell_len
 from bf16forensics.recipe.derive import resolve
 from bf16forensics.report.trace.advice import next_commands
 from bf16forensics.report.trace.terminal import render_trace, show_trace
-from bf16forensics.report.trace.words import aligned_sum, bound_share, bound_words, exists_words, fit, ties_words
+from bf16forensics.report.trace.words import (
+    aligned_sum,
+    bound_share,
+    bound_words,
+    exists_words,
+    fit,
+    jumps_words,
+    ties_words,
+)
 
 
 def flat(text):
@@ -266,10 +274,39 @@ def test_ties_of_the_unnormalised_output_and_none(traces):
 
 
 def test_more_notes_than_there_is_room_for(traces):
-    text = render_trace(traces.trace(notes=tuple(f"note number {i}" for i in range(6))), traces.context())
-    assert "note number 2" in text
+    text = render_trace(traces.trace(notes=tuple(f"note number {i}" for i in range(15))), traces.context())
+    assert "note number 11" in text
     assert "and 3 more notes in the JSON document" in text
-    assert "note number 3" not in text
+    assert "note number 12" not in text
+
+
+def test_notes_of_a_case_leave_room_for_those_of_the_trace(traces):
+    # What a case says of a head (three notes at most), a row that is not kept, and all that a trace says of a recipe.
+    said = (
+        "no --layer and --head: L1.H2, which ranks first in the case",
+        "captured again from the inputs of the case, whose hashes are the same",
+        "the case was made with torch 2.12.0, captured again with 2.13.0: last bits may differ",
+        "the tensors were captured under the case's own recipe, fa2+o_bar=bf16,tile_k=64; recipe fa3-fp8+o=fp32 is "
+        "applied to these, and the row is not kept in the case",
+        "only the rows around the traced token were computed: tokens are not ranked, sums are of one row",
+        "recipe fa3-fp8+o=fp32 takes delta from dP * P, not from O: the contributions of O's errors are what they "
+        "would be in a delta from O, and the remainder is everything else",
+        "recipe fa3-fp8+o=fp32 shares the factor of q among the 4 query heads of a key/value head; here it is taken "
+        "over the traced head alone, so that numbers may differ from those of localize",
+    )
+    model = "2 layers, 4 heads, 2 key/value heads, head size 32, width 128, weights bf16"
+    text = render_trace(traces.trace(notes=said), traces.context(shape=model), width=80)
+    flat = " ".join(text.split())
+    assert all(part in flat.replace("note ", "") for part in said)
+    assert "stored bf16" in flat
+
+
+@pytest.mark.parametrize(
+    ("at_one", "words"), [(0, "the one jump does not sit at P̄ = 1, which"), (1, "the one jump sits at P̄ = 1, which")]
+)
+def test_a_single_jump_in_words(traces, at_one, words):
+    text = jumps_words(traces.trace(cumulative=traces.cumulative(top_jumps=1, top_jumps_at_ones=at_one)), "P̄")
+    assert text.startswith(words)
 
 
 @pytest.mark.parametrize("with_do", [True, False])

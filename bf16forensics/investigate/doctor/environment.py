@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from bf16forensics.emulate.strict import flushes_subnormals
+from bf16forensics.investigate.cores import usable_cores
 from bf16forensics.investigate.doctor.result import Gpu, Package, Setting, System
 
 #: What is looked up, with the extra that brings it; None for what every installation has, "test" for what tests use.
@@ -53,7 +54,7 @@ def system(gpus: tuple[Gpu, ...], no_gpu: str | None) -> System:
         cpu=_cpu_model(Path("/proc/cpuinfo")) or platform.processor() or None,
         vector_isa=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
-        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processors=usable_cores(),
         packages=tuple(Package(name=name, version=_version(name), extra=extra) for name, extra in PACKAGES),
         gpus=gpus,
         no_gpu=no_gpu,

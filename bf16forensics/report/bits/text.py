@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from bf16forensics.floats.bits import SEED_BITS, Bits
 from bf16forensics.floats.chain import ChainStep
 from bf16forensics.floats.explained import Rounding
-from bf16forensics.report.bits.blocks import blocks_lines
 from bf16forensics.report.bits.numbers import exact_text, fields_text, item, label_of, value_text
 from bf16forensics.report.bits.rounding import MODE_WORDS, rounding_section, sum_lines
 from bf16forensics.report.bits.steps import steps_lines
@@ -30,6 +29,8 @@ def bits_text(bits: Bits, width: int, *, all_steps: bool = False, about: Sequenc
     lines += _heading(bits, width)
     lines += ["", *_operand_lines(bits, width)] if bits.operands else []
     if bits.blocks:
+        from bf16forensics.report.bits.blocks import blocks_lines
+
         lines += blocks_lines(bits, width, all_steps=all_steps)
     elif bits.accumulator:
         if len(bits.steps) > 2:
@@ -98,8 +99,9 @@ def _closing_lines(bits: Bits, width: int) -> list[str]:
         lines += _double_lines(what, bits.from_text, width)
     is_one_rounding = bits.final.error == bits.error and len(bits.operands) <= 2
     if bits.accumulator and not is_one_rounding and bits.exact is not None:
-        difference = "none" if bits.error is None else exact_text(bits.error, is_signed=True)
-        cells = [f"exact sum {exact_text(bits.exact)},", f"result - exact sum {difference}"]
+        cells = [f"exact sum {exact_text(bits.exact)}"]
+        if bits.error is not None:
+            cells = [f"{cells[0]},", f"result - exact sum {exact_text(bits.error, is_signed=True)}"]
         lines += ["", *item("all together", cells, width, indent=0)]
     if bits.seed is not None:
         lines += ["", *item("random", [f"seed {bits.seed}, {SEED_BITS} bits a rounding"], width, indent=0)]

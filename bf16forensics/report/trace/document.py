@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16forensics.evidence.trace.results import CumulativeTrace, HeadTrace
-from bf16forensics.report.jsonio import SCHEMA_VERSION, plain
+from bf16forensics.report.environment import environment_object
+from bf16forensics.report.jsonio import opening, plain
 from bf16forensics.report.trace.advice import next_commands
 from bf16forensics.report.trace.context import TraceContext
 from bf16forensics.report.trace.words import bound_share
@@ -37,10 +38,8 @@ def trace_document(trace: HeadTrace, context: TraceContext) -> dict[str, object]
         the strings "nan", "inf" and "-inf".
     """
     built: dict[str, object] = {
-        "schema_version": SCHEMA_VERSION,
-        "tool": {"name": "bf16forensics", "version": context.environment.tool_version},
-        "command": context.command,
-        "environment": _environment(context),
+        **opening(context.command, tool_version=context.environment.tool_version),
+        "environment": environment_object(context.environment, {"elapsed_s": context.elapsed_s}),
         "inputs": _inputs(context),
         "recipe": context.recipe,
         "reference": context.reference,
@@ -56,25 +55,6 @@ def trace_document(trace: HeadTrace, context: TraceContext) -> dict[str, object]
         "next_commands": next_commands(trace, context),
     }
     return {key: plain(value) for key, value in built.items()}
-
-
-def _environment(context: TraceContext) -> dict[str, object]:
-    environment = context.environment
-    return {
-        "python": environment.python,
-        "torch": environment.torch,
-        "numpy": environment.numpy,
-        "triton": environment.triton,
-        "platform": environment.platform,
-        "device": environment.device,
-        "volatile": {
-            "date": environment.date,
-            "host": environment.host,
-            "threads": environment.threads,
-            "working_directory": environment.working_directory,
-            "elapsed_s": context.elapsed_s,
-        },
-    }
 
 
 def _inputs(context: TraceContext) -> dict[str, object]:

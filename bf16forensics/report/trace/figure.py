@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from bf16forensics.evidence.trace.results import HeadTrace
 from bf16forensics.report.trace import axes as trace_axes
 from bf16forensics.report.trace.context import TraceContext
-from bf16forensics.report.trace.words import bound_words, exists_words, has_delta, place, signed
+from bf16forensics.report.trace.words import bound_words, exists_words, has_delta, largest_words, place, signed
 from bf16forensics.verdict.words import count, head_name
 
 #: Inches: the page, its margins, the gaps between panels, and the lines of title and footer.
@@ -21,6 +21,7 @@ _STRIP, _STRIP_GAP = 0.34, 0.08
 _TITLE_LINE, _FOOTER_LINE = 0.22, 0.14
 _TITLE_CHARACTERS, _FOOTER_CHARACTERS = 118, 205
 _MOST_FILES = 4
+_ONE_ROW = "one row alone was computed"
 _NO_DELTA, _NO_GRADIENT = "no dO or no backward pass: there is no error of δ", "no dO: nothing contributes"
 
 
@@ -78,8 +79,13 @@ def draw_trace(trace: HeadTrace, context: TraceContext) -> Figure:
 
 
 def _rows(page: _Page, trace: HeadTrace) -> None:
-    """Panels a and b: the error of delta by row."""
+    """Panels a and b: the error of delta by row; empty where one row was computed, so that no other is drawn as 0."""
     traced, known = trace.traced, has_delta(trace)
+    if known and trace.rows < 2:
+        axes = page.panel(0, f"δ error of query {traced.token} of sequence {traced.sequence}", "δ_lp − δ_hp")
+        trace_axes.without(axes, signed(traced.delta_err, 4).replace("-", "−"))
+        trace_axes.without(page.panel(1, "its running sum", ""), _ONE_ROW)
+        return
     note = f"δ_lp − δ_hp; circle: query {traced.token}, which is traced below"
     axes = page.panel(0, f"δ error of each query of sequence {traced.sequence}", note)
     note = trace_axes.sum_words(trace) if known else _NO_DELTA
@@ -105,8 +111,8 @@ def _keys(page: _Page, trace: HeadTrace) -> None:
     if last - first + 1 < len(cumulative.keys):
         axes.axvspan(first - 0.5, last + 0.5, facecolor="none", edgecolor=trace_axes.FAINT, linewidth=0.8, zorder=3)
     _legend(axes)
-    note = f"{cumulative.top_jumps_at_ones} of the {cumulative.top_jumps} largest jumps sit at P̄ = 1"
-    axes = page.panel(4, f"the region of the largest jumps, {count(last - first + 1, 'key')}", note)
+    title = f"the region of the largest jumps, {count(last - first + 1, 'key')}"
+    axes = page.panel(4, title, largest_words(cumulative, "P̄"))
     trace_axes.error_along_keys(axes, cumulative, first, last)
 
 

@@ -25,8 +25,10 @@ from bf16forensics.report.trace.words import (
 from bf16forensics.verdict.words import count
 
 _WIDEST, _NARROWEST = 120, 80
-#: Most features and jumps shown, notes, and lines of the chart.
-_FEATURES, _JUMPS, _NOTES, _CHART = 6, 10, 3, 10
+#: Most features and jumps shown, and lines of the chart.
+_FEATURES, _JUMPS, _CHART = 6, 10, 10
+#: Most notes, and lines of each: far above what a trace has. What a reader must know is not left to the JSON document.
+_NOTES, _NOTE_LINES = 12, 5
 
 
 def render_trace(
@@ -74,10 +76,10 @@ def _header(trace: HeadTrace, context: TraceContext, width: int, glyphs: Glyphs)
     named = context.shape.casefold().startswith(context.kind.casefold())
     shape = context.shape if named else f"{context.kind}: {context.shape}"
     lines = labelled("read", files_words(context.inputs), width, most=3)
-    lines += labelled("model", f"{shape}; {context.geometry}; stored {context.storage}", width, most=2)
+    lines += labelled("model", f"{shape}; {context.geometry}; stored {context.storage}", width, most=4)
     lines += labelled("recipe", f"{recipe.name} ({basis}); {words}", width, most=4)
     for note in trace.notes[:_NOTES]:
-        lines += labelled("note", note, width, most=2)
+        lines += labelled("note", note, width, most=_NOTE_LINES)
     if len(trace.notes) > _NOTES:
         lines += labelled("", f"and {count(len(trace.notes) - _NOTES, 'more note')} in the JSON document", width)
     lines += labelled("head", head_words(trace), width)

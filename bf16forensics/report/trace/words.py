@@ -13,6 +13,7 @@ from bf16forensics.verdict.words import count, number, percent
 _DECIMALS = 16
 #: The exact decimal value of any float64 has fewer digits than this.
 _EXACT = Context(prec=1200)
+_NO_JUMP = "none: the error is 0 at every key"
 
 
 def signed(value: float, digits: int = 3) -> str:
@@ -113,13 +114,20 @@ def _jumps_of_row(trace: HeadTrace, p_bar: str) -> str:
 
 def _jumps_of_feature(cumulative: CumulativeTrace, p_bar: str) -> str:
     if not cumulative.top_jumps:
-        return "none: the error is 0 at every key"
+        return _NO_JUMP
     ones, keys = int(np.count_nonzero(cumulative.is_one)), len(cumulative.keys)
-    largest = {10: "ten largest jumps", 1: "one jump"}.get(cumulative.top_jumps, f"{cumulative.top_jumps} jumps")
-    return (
-        f"{cumulative.top_jumps_at_ones} of the {largest} sit at {p_bar} = 1, which {ones:,} of "
-        f"{count(keys, 'key')} have"
-    )
+    return f"{largest_words(cumulative, p_bar)}, which {ones:,} of {count(keys, 'key')} have"
+
+
+def largest_words(cumulative: CumulativeTrace, p_bar: str) -> str:
+    """How many of the largest jumps of a feature sit at P-bar = 1."""
+    if not cumulative.top_jumps:
+        return _NO_JUMP
+    if cumulative.top_jumps == 1:
+        return f"the one jump {'sits' if cumulative.top_jumps_at_ones else 'does not sit'} at {p_bar} = 1"
+    # Fewer than ten are all there are.
+    largest = "ten largest jumps" if cumulative.top_jumps == 10 else f"{cumulative.top_jumps} jumps"
+    return f"{cumulative.top_jumps_at_ones} of the {largest} sit at {p_bar} = 1"
 
 
 def ends_words(cumulative: CumulativeTrace) -> str:
