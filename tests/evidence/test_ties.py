@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from bf16forensics.attention import ties as attention_ties
 from bf16forensics.attention.dual import dual_pass
-from bf16forensics.attention.result import MOST_ONES
+from bf16forensics.attention.result import MOST_ONES, TieRows
 from bf16forensics.attention.walk import walk_row
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.rounding import round_to
@@ -240,6 +241,28 @@ def test_rows_with_the_same_keys_are_one_group() -> None:
             own = [keys for k, found in sets.items() if least <= k <= most for keys in found]
             assert sums.rows[head, number] == len(own)
             assert sums.groups[head, number] == len(set(own))
+
+
+@pytest.mark.parametrize("recipe", ["fa2", "paper", "eager"])
+@pytest.mark.parametrize("rows_at_once", [1, 2, 5])
+def test_how_many_rows_are_taken_apart_at_once_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, rows_at_once: int
+) -> None:
+    """T0: one head with rows of all kinds; one where each row has one more, up to more than any class holds."""
+    record = crowded()
+    key = record.k.clone()
+    key[1] = key[1, :1]
+    record = replace(record, k=key)
+    whole = dual_pass(record, resolve(recipe))
+    monkeypatch.setattr(attention_ties, "_ELEMENTS", rows_at_once * record.v.shape[-1])
+    parts = dual_pass(record, resolve(recipe))
+    assert whole.ties is not None
+    assert parts.ties is not None
+    assert whole.ties.ones[0].unique().numel() > 4
+    assert whole.maxima.ones_rounded[1].tolist() == list(range(1, 71))
+    assert whole.ties.ones[1].tolist() == [0, *range(2, MOST_ONES + 1), *[0] * (70 - MOST_ONES)]
+    for field in fields(TieRows):
+        assert torch.equal(getattr(parts.ties, field.name), getattr(whole.ties, field.name))
 
 
 def test_padding_takes_no_part() -> None:

@@ -10,8 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bf16forensics.errors import InputError
-from bf16forensics.floats.formats import BF16, FP16
-from bf16forensics.floats.ties import MOST_BITS, tie_law, tie_law_array, tie_terms
+from bf16forensics.floats.arrays import round_to
+from bf16forensics.floats.formats import BF16, E4M3, FP16, FP32, FloatFormat
+from bf16forensics.floats.ties import MOST_BITS, steps_at, tie_law, tie_law_array, tie_terms
+from bf16forensics.floats.ulp import ulp
 
 
 def enumerated(bits: int, residue: Fraction, odd: int) -> Fraction:
@@ -250,3 +252,88 @@ def test_the_bias_falls_with_every_bit() -> None:
     values = [tie_law(bits, 1e-9) for bits in range(1, 12)]
     for wide, narrow in pairwise(values):
         assert narrow == pytest.approx(wide / 2, rel=1e-4)
+
+
+#: Laws of |V|, and the mean error of their sums in ulp, + away from zero: k large values and 16 small terms 7 to 14
+#: nats below. First without the small terms, then with them, then with V of either sign. By Monte Carlo over 400,000
+#: draws, with another implementation (s.e. 0.0005).
+DRAWN = {
+    "binade": {
+        1: (0.0, -0.1486, -0.0001),
+        2: (-0.0002, 0.0514, -0.0006),
+        3: (-0.0004, 0.0295, -0.0004),
+        8: (0.0011, 0.0130, 0.0004),
+    },
+    "normal": {
+        1: (0.0, -0.1660, 0.0006),
+        2: (0.0002, 0.0474, -0.0007),
+        3: (0.0002, 0.0319, 0.0004),
+        8: (-0.0007, -0.0005, -0.0005),
+    },
+    "lognormal": {
+        1: (0.0, -0.0657, 0.0002),
+        2: (-0.0002, 0.0160, -0.0005),
+        3: (-0.0003, 0.0031, -0.0005),
+        8: (-0.0001, 0.0, 0.0002),
+    },
+}
+
+
+def drawn_values(law: str, generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    if law == "binade":
+        return generator.integers(128, 256, shape) * 2.0**-6
+    normal = generator.standard_normal(shape)
+    return round_to(np.abs(2.2 + 0.35 * normal) if law == "normal" else np.exp(normal), BF16)
+
+
+@pytest.mark.parametrize("kind", ["none", "same", "mixed"])
+@pytest.mark.parametrize("k", [1, 2, 3, 8])
+@pytest.mark.parametrize("law", DRAWN)
+def test_sums_with_a_residue_follow_the_table(law: str, k: int, kind: str) -> None:
+    """T3, 25,000 draws: four standard errors of both sides together, about 0.0075 ulp.
+
+    The law is held to the same: of sums beside a power of two, where steps double, it is wrong by 2e-4 on average.
+    """
+    number, column = 25_000, ("none", "same", "mixed").index(kind)
+    generator = np.random.default_rng(100 * k + column)
+    v = drawn_values(law, generator, (k + 16, number))
+    p_bar = round_to(np.exp(-generator.uniform(7.0, 14.0, (16, number))), BF16)
+    if kind == "mixed":
+        v *= generator.choice([-1.0, 1.0], v.shape)
+    main = v[:k].sum(0)
+    before = main if kind == "none" else (main + (p_bar * v[k:]).sum(0)).astype(np.float32).astype(np.float64)
+    grid = steps_at(np.abs(v[:k]).min(0), BF16)
+    found = tie_terms(main, grid, before, round_to(before, BF16), BF16)
+    error, law_error = found.error[found.defined], found.law[found.defined]
+    limit = 4 * math.hypot(error.std() / math.sqrt(error.size), 0.0005)
+    assert abs(error.mean() - DRAWN[law][k][column]) < limit
+    assert abs((error - law_error).mean()) < limit
+    if kind == "none":
+        assert not law_error.any()
+        assert (found.residue[found.defined] == 0).all()
+    if kind == "same":
+        assert (found.residue >= 0).all()
+    if k == 1:
+        # A single value lies on the grid, unless the residue takes the sum into another binade.
+        assert (found.bits_dropped > 0).mean() < (0.01 if kind != "none" else 1e-9)
+        assert (kind == "none") == (not error.any())
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("fmt", [BF16, FP16, E4M3, FP32], ids=lambda fmt: fmt.name)
+def test_steps_by_bits_are_those_of_the_format(fmt: FloatFormat, sign: float) -> None:
+    """T1: at every power of two float64 has around the format's range, on both sides of it, and at 0."""
+    powers = [math.ldexp(1.0, exponent) for exponent in range(fmt.exponent_min - 60, fmt.exponent_max + 20)]
+    values = [0.0, 2.0**-1074, 2.0**-1030]
+    values += [part * power for power in powers for part in (1.0, 1.0 + 2.0**-52, 1.5, 2.0 - 2.0**-52)]
+    found = steps_at(sign * np.array(values), fmt)
+    assert found.tolist() == [ulp(value, fmt) for value in values]
+    assert steps_at(np.array([sign * math.inf]), fmt)[0] == ulp(fmt.max_finite, fmt)
+
+
+@pytest.mark.parametrize("place", [0, 2, 3])
+def test_what_has_no_terms_drops_no_bits(place: int) -> None:
+    """Whatever its grid, and whatever the other elements are."""
+    values = [np.array([4.0, 4.0]), np.array([2.0**-9, 2.0**-9]), np.array([4.0, 4.0]), np.array([4.0, 4.0])]
+    values[place][1] = math.nan
+    assert tie_terms(*values, BF16).bits_dropped.tolist() == [4, 0]

@@ -127,7 +127,8 @@ def largest_words(cumulative: CumulativeTrace, p_bar: str) -> str:
         return f"the one jump {'sits' if cumulative.top_jumps_at_ones else 'does not sit'} at {p_bar} = 1"
     # Fewer than ten are all there are.
     largest = "ten largest jumps" if cumulative.top_jumps == 10 else f"{cumulative.top_jumps} jumps"
-    return f"{cumulative.top_jumps_at_ones} of the {largest} sit at {p_bar} = 1"
+    sit = "sits" if cumulative.top_jumps_at_ones == 1 else "sit"
+    return f"{cumulative.top_jumps_at_ones} of the {largest} {sit} at {p_bar} = 1"
 
 
 def ends_words(cumulative: CumulativeTrace) -> str:
