@@ -93,7 +93,7 @@ def dual_pass_at(
         InputError: unknown reference.
         ForensicsError: as `dual_pass`.
     """
-    block = next(block for block in row_blocks(record, recipe) if block.rows[0] <= token < block.rows[1])
+    block = block_of(record, recipe, token)
     return _through(record, recipe, reference, (block,)), block.rows
 
 
@@ -125,6 +125,11 @@ def row_blocks(record: AttentionRecord, recipe: Recipe) -> tuple[Block, ...]:
             keys = (min(keys[0], num_keys - 1), min(keys[0], num_keys - 1) + 1)
         found.append(Block(rows=(start, end), keys=keys, num_queries=num_queries, num_keys=num_keys))
     return tuple(found)
+
+
+def block_of(record: AttentionRecord, recipe: Recipe, token: int) -> Block:
+    """The block of rows that holds a query in [0, N)."""
+    return next(block for block in row_blocks(record, recipe) if token < block.rows[1])
 
 
 def _rows_per_block(record: AttentionRecord, recipe: Recipe) -> int:

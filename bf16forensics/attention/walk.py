@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bf16forensics.attention.dual import row_blocks
+from bf16forensics.attention.dual import block_of
 from bf16forensics.attention.lp import LpRows, forward_rows
 from bf16forensics.attention.maxima import count_ones, marked_keys
 from bf16forensics.attention.operands import Operands, forward_operands, value_format
@@ -77,8 +77,7 @@ def walk_row(record: AttentionRecord, recipe: Recipe, token: int) -> RowWalk:
     if not visible.any():
         raise InputError(f"token {token} of layer {record.layer} sees no key, so nothing is added; name another token")
     with torch.no_grad(), strict_fp32():
-        block = next(block for block in row_blocks(record, recipe) if block.rows[0] <= token < block.rows[1])
-        found = _compute(record, recipe, block, token)
+        found = _compute(record, recipe, block_of(record, recipe, token), token)
     keys = np.concatenate([tile.keys for tile in found.tiles])
     sizes = [len(tile.keys) for tile in found.tiles]
     after = recipe.p_bar_cast == "after"

@@ -107,7 +107,8 @@ class TraceRun:
     def _trace(self, watched: WatchedSource) -> "TracedHead":
         from bf16forensics.commands._progress import sequence_bar
         from bf16forensics.investigate.cores import usable_cores
-        from bf16forensics.investigate.trace import TraceProgress, TraceRequest, trace_head
+        from bf16forensics.investigate.localize import SequencesDone
+        from bf16forensics.investigate.trace import TraceRequest, trace_head
 
         found, asked = self.found, self.asked
         # Somebody who names a row has seen the ranking, or does not want to wait for it.
@@ -128,7 +129,7 @@ class TraceRun:
         )
         with sequence_bar(found.sequences if rank else 1) as show_done:
 
-            def on_progress(progress: TraceProgress) -> None:
+            def on_progress(progress: SequencesDone) -> None:
                 show_done(progress.done)
 
             return trace_head(watched, request, on_progress)

@@ -42,11 +42,6 @@ class Pattern:
         return self.code & ~self.fmt.sign_mask == 0
 
     @property
-    def is_subnormal(self) -> bool:
-        """Not zero, and below the smallest normal value."""
-        return 0 < self.code & ~self.fmt.sign_mask < 1 << self.fmt.fraction_bits
-
-    @property
     def sign(self) -> int:
         """The sign bit, 0 or 1."""
         return self.code >> (self.fmt.bits - 1)

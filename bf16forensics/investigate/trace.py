@@ -21,6 +21,7 @@ from bf16forensics.evidence.trace.contributions import HeadRows, delta_errors, r
 from bf16forensics.evidence.trace.cumulative import check_accumulator, cumulative, walk_recipe_of
 from bf16forensics.evidence.trace.results import HeadTrace, TokenTrace
 from bf16forensics.evidence.trace.row_jumps import row_jumps
+from bf16forensics.investigate.localize import SequencesDone
 from bf16forensics.investigate.trace_notes import trace_notes
 from bf16forensics.investigate.trace_sequence import SequenceTrace, TraceWork, require_token
 from bf16forensics.recipe.model import Recipe
@@ -52,14 +53,6 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceProgress:
-    """Told to the caller after each sequence."""
-
-    done: int
-    planned: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedHead:
     """The result, and the walks it was read off, which can be saved."""
 
@@ -73,7 +66,7 @@ class TracedHead:
 
 
 def trace_head(
-    source: RecordSource, request: TraceRequest, on_progress: Callable[[TraceProgress], None] | None = None
+    source: RecordSource, request: TraceRequest, on_progress: Callable[[SequencesDone], None] | None = None
 ) -> TracedHead:
     """Traces one head of a source's records down to the additions of one row and feature.
 
@@ -112,7 +105,7 @@ def trace_head(
             if is_wanted and (best is None or _size(found) > _size(best)):
                 best, best_index = found, index
             if on_progress is not None:
-                on_progress(TraceProgress(done=index + 1, planned=len(numbers)))
+                on_progress(SequencesDone(done=index + 1, planned=len(numbers)))
         if best is None or best.token is None or best.vectors is None:
             raise InputError(_no_row(request))
         return _traced(source, request, accumulator, rows, best, best_index)

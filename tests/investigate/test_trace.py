@@ -17,7 +17,8 @@ from bf16forensics.emulate.rounding import ulp_of
 from bf16forensics.errors import InputError
 from bf16forensics.evidence.trace.results import HeadTrace
 from bf16forensics.geometry.geometry import Geometry
-from bf16forensics.investigate.trace import TracedHead, TraceProgress, TraceRequest, trace_head
+from bf16forensics.investigate.localize import SequencesDone
+from bf16forensics.investigate.trace import TracedHead, TraceRequest, trace_head
 from bf16forensics.investigate.trace_sequence import head_record
 from bf16forensics.recipe.derive import resolve
 
@@ -280,9 +281,9 @@ def test_one_row_alone_is_the_row_of_the_whole(make_source: MakeSource, name: st
 
 
 def test_progress_is_told_after_each_sequence(make_source: MakeSource) -> None:
-    told: list[TraceProgress] = []
+    told: list[SequencesDone] = []
     trace_head(make_source(), request(), told.append)
-    assert told == [TraceProgress(done=done, planned=4) for done in (1, 2, 3, 4)]
+    assert told == [SequencesDone(done=done, planned=4) for done in (1, 2, 3, 4)]
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
