@@ -73,7 +73,9 @@ def _closing(
                           "rounding of O-bar before it the sign of the error turns over:", width)  # fmt: skip
         for flip in ("fa2+o=fp32", "fa2+o_bar=bf16"):
             lines += shell("", rerun(command, "--recipe", flip), width)
-        lines += labelled("", "The planted head down to single additions, and the bits of one of them:", width)
+        lines += labelled(
+            "", "The planted head down to single additions, and the bits of the one that the paper prints:", width
+        )
         layer, head = PLANTED.culprit or (0, 0)
         traced = f"{rerun(command, '--layer', str(layer))} --head {head}".replace(" localize ", " trace-head ", 1)
         lines += shell("", traced, width)
