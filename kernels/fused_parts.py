@@ -14,11 +14,51 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def to_bf16(b_x, NATIVE: tl.constexpr):
-    """The nearest BF16 value, ties to even, as FP32. NATIVE: by the hardware's conversion."""
+    """The nearest BF16 value, ties to even, as FP32. NATIVE: by the hardware's conversion, two values at a time."""
     if NATIVE:
-        return b_x.to(tl.bfloat16).to(tl.float32)
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 both;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xffff0000;
+            }
+            """,
+            "=f,=f,f,f", [b_x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return round_to_bf16_bits(b_x)
+
+
+@triton.jit
+def split_bf16_operands(b_x, NATIVE: tl.constexpr):
+    """Two BF16 terms of FP32 values as operands of products: the nearest one and that of what it leaves."""
+    if NATIVE:
+        # Two values at a time. One block with two results is more than Triton 3.2 takes.
+        b_high = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [b_x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+        b_low = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 word;
+            .reg .f32 first, second;
+            shl.b32 word, $3, 16;
+            mov.b32 first, word;
+            and.b32 word, $3, 0xffff0000;
+            mov.b32 second, word;
+            sub.rn.f32 first, $1, first;
+            sub.rn.f32 second, $2, second;
+            cvt.rn.bf16x2.f32 $0, second, first;
+            }
+            """,
+            "=r,f,f,r", [b_x, b_high], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+        return b_high, b_low
+    else:
+        b_high = round_to_bf16_bits(b_x)
+        return b_high, round_to_bf16_bits(b_x - b_high)
 
 
 @triton.jit
@@ -99,5 +139,8 @@ def lp_exponential(b_s, b_anchor, unit, SHIFTED: tl.constexpr, EXP2: tl.constexp
     b_shifted = stored(b_s - b_anchor, SHIFTED, NATIVE)
     if EXP2:
         return tl.exp2(b_shifted * (unit * LOG2_E))
+    elif NATIVE:
+        # What `tl.exp` is, but for subnormal results, which take it three more instructions.
+        return tl.exp2(b_shifted * unit * LOG2_E)
     else:
         return tl.exp(b_shifted * unit)
