@@ -51,7 +51,7 @@ def forward_operands(record: AttentionRecord, recipe: Recipe, heads: slice) -> O
     group = record.num_heads // record.num_kv_heads
     # Fresh contiguous copies: results must not depend on where a head lay in the caller's memory.
     q = record.q[heads].contiguous()
-    of_head = torch.arange(heads.start, heads.stop) // group
+    of_head = torch.arange(heads.start, heads.stop, device=q.device) // group
     k, v = record.k[of_head], record.v[of_head]
     if shares_factors(recipe):
         return Operands(q=q, k=k, v=v, scale=record.geometry.scale, value_scale=1.0)

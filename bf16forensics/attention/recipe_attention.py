@@ -52,7 +52,7 @@ class RecipeAttention:
             q: [H, N, D] BF16.
             k: [G, M, D] BF16.
             v: [G, M, E] BF16.
-            geometry: masks, scale and score modifiers; a bias gets no gradient.
+            geometry: masks, scale and score modifiers, on the device of the operands; a bias gets no gradient.
 
         Returns:
             [H, N, E] BF16; 0 in rows that see no key. The gradients are BF16 too: where a recipe keeps its output or a
@@ -68,6 +68,11 @@ class RecipeAttention:
             raise ValueError(f"{q.shape[0]} query heads cannot share {k.shape[0]} key/value heads evenly")
         o: torch.Tensor = _RecipeAttention.apply(q, k, v, geometry, self.recipe)
         return o
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """None: the recipe is obeyed in every call."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +152,7 @@ def _some_heads(record: AttentionRecord, recipe: Recipe, span: slice) -> _Heads:
     forward = forward_operands(record, recipe, span)
     q, k, v = forward.q, forward.k, forward.v
     if not shares_factors(recipe):
-        own = torch.arange(span.start, span.stop) // (record.num_heads // record.num_kv_heads)
+        own = torch.arange(span.start, span.stop, device=q.device) // (record.num_heads // record.num_kv_heads)
         q, k, v = record.q[span], record.k[own], record.v[own]
     return _Heads(span=span, forward=forward, q=q, k=k, v=v, geometry=record.geometry.for_heads(span))
 
@@ -171,14 +176,14 @@ class _RecipeAttention(torch.autograd.Function):
         kept: list[_Kept] = []
         # Emulated autocast is off in there too: every cast of a recipe is written out.
         with strict_fp32():
-            o = torch.zeros(*q.shape[:2], v.shape[-1])
+            o = torch.zeros(*q.shape[:2], v.shape[-1], device=q.device)
             for piece in _pieces(_record(q, k, v, geometry), recipe):
                 scores = piece.scores(recipe)
                 rows = piece.forward_rows(scores, recipe)
                 o[piece.heads.span, piece.rows] = rows.o
                 if keep:
                     p = backward_probabilities(scores, rows, recipe)
-                    kept.append(_Kept(rows=rows, p=p, cap=replace(scores, values=torch.zeros(0))))
+                    kept.append(_Kept(rows=rows, p=p, cap=replace(scores, values=rows.lse.new_zeros(0))))
                 elif wanted:
                     kept.append(_Kept(rows=rows, p=None, cap=None))
             rounded = o.bfloat16()
@@ -195,8 +200,8 @@ class _RecipeAttention(torch.autograd.Function):
             do = gradients[0].float().contiguous()
             dq = torch.zeros_like(record.q)
             # By query head: with several of them a key/value head, each one's part rounds before they are added.
-            dk = torch.zeros(q.shape[0], *k.shape[1:])
-            dv = torch.zeros(q.shape[0], *v.shape[1:])
+            dk = torch.zeros(q.shape[0], *k.shape[1:], device=q.device)
+            dv = torch.zeros(q.shape[0], *v.shape[1:], device=q.device)
             for piece, kept in zip(_pieces(record, recipe), ctx.kept, strict=True):
                 own = piece.heads.span
                 _add_gradients(piece, kept, do[own, piece.rows], (dq[own], dk[own], dv[own]), recipe)

@@ -176,5 +176,5 @@ def hp_scores(
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     until = geometry.hide(scores, block.rows, block.num_queries, block.keys[0], block.num_keys)
-    visible = geometry.visible(block.rows, block.keys, block.num_queries, block.num_keys)
+    visible = geometry.visible(block.rows, block.keys, block.num_queries, block.num_keys, scores.device)
     return HpScores(values=scores, slope=slope, visible=visible, visible_until=until)

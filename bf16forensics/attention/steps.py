@@ -67,7 +67,7 @@ def tile_steps(scores: LpScores, plan: TilePlan, recipe: Recipe) -> Iterator[Til
         tile_max = tile.amax(-1)
         anchor, alpha = _rescaling(anchor, torch.maximum(anchor, tile_max), scores.unit, recipe)
         row_max = anchor if recipe.anchored_at_maximum else torch.maximum(row_max, tile_max)
-        cubic = plan.cubic_of(start, end)
+        cubic = plan.cubic_of(start, end, tile.device)
         p_bar = exponential(tile, finite_anchor(anchor), scores.unit, recipe, log2_offset=offset, cubic=cubic)
         tile_sum = sum_rows(round_to(p_bar, recipe.row_sum_input), recipe.row_sum_order)
         row_sum = _longer_sum(alpha, row_sum, tile_sum, recipe)
@@ -87,7 +87,8 @@ def _whole_row(scores: LpScores, plan: TilePlan, recipe: Recipe) -> TileStep:
     """The whole row at once: P = P-bar / l is cast."""
     row_max = scores.values.amax(-1)
     anchor, offset = finite_anchor(row_max), log2_offset(recipe)
-    p_bar = exponential(scores.values, anchor, scores.unit, recipe, log2_offset=offset, cubic=plan.cubic)
+    cubic = plan.cubic_of(0, scores.values.shape[-1], row_max.device)
+    p_bar = exponential(scores.values, anchor, scores.unit, recipe, log2_offset=offset, cubic=cubic)
     row_sum = round_to(sum_rows(round_to(p_bar, recipe.row_sum_input), recipe.row_sum_order), recipe.row_sum)
     p = normalised(scores, row_max, row_sum, p_bar, recipe)
     return TileStep(

@@ -26,12 +26,12 @@ class TilePlan:
 
     #: [start, end) of each key tile relative to the block's first key, in the order of visits.
     tiles: tuple[tuple[int, int], ...]
-    #: bool [K]: keys whose exponential in the forward pass is a polynomial; None when there is none.
+    #: bool [K] on the CPU: keys whose exponential in the forward pass is a polynomial; None when there is none.
     cubic: torch.Tensor | None
 
-    def cubic_of(self, start: int, end: int) -> torch.Tensor | None:
-        """The part of `cubic` that belongs to one tile."""
-        return None if self.cubic is None else self.cubic[start:end]
+    def cubic_of(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
+        """The part of `cubic` that belongs to one tile, on a device."""
+        return None if self.cubic is None else self.cubic[start:end].to(device)
 
 
 def has_edge(geometry: Geometry) -> bool:
@@ -121,8 +121,12 @@ def _mask_block(tile: int) -> int:
 
 
 def _hides(geometry: Geometry) -> bool:
-    masks = (geometry.key_padding, geometry.query_padding, geometry.document_ids, geometry.keep)
-    return has_edge(geometry) or any(mask is not None for mask in masks)
+    return has_edge(geometry) or bool(_masks(geometry))
+
+
+def _masks(geometry: Geometry) -> list[torch.Tensor]:
+    every = (geometry.key_padding, geometry.query_padding, geometry.document_ids, geometry.keep)
+    return [mask for mask in every if mask is not None]
 
 
 def _partly_hidden(geometry: Geometry, block: Block, size_q: int, size_k: int) -> dict[int, bool]:
@@ -131,12 +135,13 @@ def _partly_hidden(geometry: Geometry, block: Block, size_q: int, size_k: int) -
     last_row = first_row + size_q
     first, last = block.keys[0] // size_k, -(-block.keys[1] // size_k)
     keys = (first * size_k, min(last * size_k, block.num_keys))
-    every = torch.ones(keys[1] - keys[0], dtype=torch.bool)
+    device = next((mask.device for mask in _masks(geometry)), None)
+    every = torch.ones(keys[1] - keys[0], dtype=torch.bool, device=device)
     if last_row > block.num_queries:
         every[:] = False
     for start in range(first_row, min(last_row, block.num_queries), _ROWS_AT_ONCE):
         rows = (start, min(start + _ROWS_AT_ONCE, last_row, block.num_queries))
-        visible = geometry.visible(rows, keys, block.num_queries, block.num_keys)
+        visible = geometry.visible(rows, keys, block.num_queries, block.num_keys, device)
         if visible is not None:
             every &= visible.expand(-1, rows[1] - rows[0], len(every)).all(1).all(0)
     masked = {}

@@ -5,7 +5,8 @@ runs in FP32 on the rounded values, its output is not rounded; the record's dO i
 travels on is not.
 
 "amp-bf16": BF16 mixed precision as CUDA autocast does it. Linear layers and matrix products take and give BF16, norms,
-softmax and loss are FP32, and attention runs forward and backward by a recipe, on BF16 operands.
+softmax and loss are FP32, and attention runs forward and backward by a recipe, on BF16 operands. On a GPU it is CUDA
+autocast itself, on the CPU its emulation.
 
 Shapes: H query heads, G key/value heads, N queries, M keys, D and E head sizes of q/k and v.
 """
@@ -30,6 +31,10 @@ class Attend(Protocol):
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, geometry: Geometry, /) -> torch.Tensor:
         """[H, N, D], [G, M, D], [G, M, E] to [H, N, E], in the dtype of q."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know of how it was computed; may grow with every call."""
 
 
 class Activations(Protocol):
@@ -59,6 +64,13 @@ class Activations(Protocol):
 
     def output_gradient(self, do: torch.Tensor) -> torch.Tensor:
         """dO of the record from the gradient that arrived at the output of `attend`: FP32, values of the storage."""
+
+    def product_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight as its products may hold it from the start: another format that changes no result, or the same."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know of how the model computed; may grow while it runs."""
 
 
 class StraightThroughRound(torch.autograd.Function):
@@ -113,13 +125,24 @@ class Fp32Activations:
         """Rounded to the storage format."""
         return round_to(do.float(), self.storage)
 
+    def product_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """As it is."""
+        return weight
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmpActivations:
-    """BF16 mixed precision: the model under emulated CUDA autocast, attention by a recipe."""
+    """BF16 mixed precision: the model under CUDA autocast, emulated where there is no GPU, attention by a recipe."""
 
     #: Attention by the recipe, forward and backward, BF16 in and out.
     by_recipe: Attend
+    #: Whether the model runs on a GPU, under autocast itself.
+    on_gpu: bool = False
 
     @property
     def name(self) -> str:
@@ -132,8 +155,9 @@ class AmpActivations:
         return "bf16"
 
     def arithmetic(self) -> AbstractContextManager[Any]:
-        """CUDA autocast to BF16, emulated."""
-        return CudaAutocast()
+        """CUDA autocast to BF16, or its emulation."""
+        # Without its cache: no weight asks for a gradient, and only casts of such weights would be kept.
+        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if self.on_gpu else CudaAutocast()
 
     def operands(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -152,3 +176,12 @@ class AmpActivations:
     def output_gradient(self, do: torch.Tensor) -> torch.Tensor:
         """BF16 already."""
         return do.float()
+
+    def product_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """BF16 where autocast would cast it anew at every product; as it is for the emulation, which does so itself."""
+        return weight.bfloat16() if self.on_gpu else weight
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Those of the attention."""
+        return self.by_recipe.notes

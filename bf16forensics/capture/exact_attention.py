@@ -25,7 +25,7 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, geometry:
         q: [H, N, D].
         k: [G, M, D]; head h of q uses head h // (H / G).
         v: [G, M, E].
-        geometry: scale, masks and score modifiers; a bias gets no gradient.
+        geometry: scale, masks and score modifiers, on the device of the operands; a bias gets no gradient.
 
     Returns:
         [H, N, E]; 0 in rows that see no key. NaN operands give NaN rows.
@@ -66,7 +66,7 @@ def _probabilities(
     bias = geometry.bias_block((rows.start, rows.stop), (keys.start, keys.stop))
     if bias is not None:
         scores.add_(bias)
-    visible = geometry.visible((rows.start, rows.stop), (keys.start, keys.stop), q.shape[1], k.shape[1])
+    visible = geometry.visible((rows.start, rows.stop), (keys.start, keys.stop), q.shape[1], k.shape[1], q.device)
     if visible is None:
         return torch.softmax(scores, dim=-1), slope
     # A row of -inf would turn into NaN: give it finite scores, then drop its result.

@@ -39,8 +39,8 @@ class NanoGPTSource:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was done to the checkpoint and to the batch."""
-        return (*self.capture.checkpoint.notes, *self.batch.notes)
+        """What was done to the checkpoint and to the batch, and where the model ran unless on the CPU."""
+        return (*self.capture.checkpoint.notes, *self.batch.notes, *self.capture.notes)
 
     def records(self, sequence: int, on_loss: LossSink) -> Iterator[AttentionRecord]:
         """Runs one sequence of the batch."""

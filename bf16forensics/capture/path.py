@@ -31,32 +31,33 @@ class QueryPath:
         """Gradients by q as gradients by the rows of W_Q x.
 
         Args:
-            gradients: [K, H, N, D], any floating dtype.
+            gradients: [K, H, N, D], any floating dtype, on any device.
 
         Returns:
-            [K, H, N, D] in the dtype of the graph; NaN where the path itself is NaN.
+            [K, H, N, D] in the dtype of the graph, on the device of the gradients; NaN where the path itself is NaN.
         """
-        return torch.stack([self._by_head(self._pull_back(one)) for one in gradients.to(self.query.dtype)])
+        given = gradients.to(self.query.device, self.query.dtype)
+        return torch.stack([self._by_head(self._pull_back(one)) for one in given]).to(gradients.device)
 
     def push_forward(self, moves: torch.Tensor) -> torch.Tensor:
         """Moves of the rows of W_Q x as moves of q.
 
         Args:
-            moves: [K, H, N, D], any floating dtype; all heads of a move happen at once.
+            moves: [K, H, N, D], any floating dtype, on any device; all heads of a move happen at once.
 
         Returns:
-            [K, H, N, D] in the dtype of the graph.
+            [K, H, N, D] in the dtype of the graph, on the device of the moves.
         """
         with torch.enable_grad():
             # The product with the Jacobian transposed is linear in its operand: differentiating it gives the Jacobian.
             operand = torch.zeros_like(self.query).requires_grad_()
             product = torch.autograd.grad(self.query, self.raw, operand, create_graph=True)[0]
         pushed = []
-        for one in moves.to(self.raw.dtype):
+        for one in moves.to(self.raw.device, self.raw.dtype):
             move = torch.zeros_like(self.raw)
             move[:, self.columns] = one.transpose(0, 1)
             pushed.append(torch.autograd.grad(product, operand, move, retain_graph=True)[0])
-        return torch.stack(pushed)
+        return torch.stack(pushed).to(moves.device)
 
     def _pull_back(self, gradient: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(self.query, self.raw, gradient, retain_graph=True)[0]

@@ -4,12 +4,15 @@ Shapes: H query heads, G key/value heads (H a multiple of G), N queries, M keys,
 C width of the input of the query projection.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from bf16forensics.capture.path import QueryPath
 from bf16forensics.geometry.geometry import Geometry
+
+#: Fields of a record that are tensors.
+_TENSORS = ("q", "k", "v", "do", "x", "labelled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,15 @@ class AttentionRecord:
     def num_kv_heads(self) -> int:
         """Key/value heads."""
         return self.k.shape[0]
+
+    def to(self, device: torch.device) -> "AttentionRecord":
+        """The same record with its tensors on a device.
+
+        The query path is a graph and stays where it was recorded; it takes gradients and moves from any device.
+        """
+        known = {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
+        moved = {name: tensor.to(device) for name, tensor in known.items()}
+        return replace(self, **moved, geometry=self.geometry.to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """One sequence of a recorded batch, as a model takes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from bf16forensics.load.batch import RecordedBatch
+from bf16forensics.load.batch import IGNORED_LABEL, RecordedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,30 @@ class SequenceInput:
     position_ids: torch.Tensor | None = None
     #: [T] bool, True where the token is real; None when nothing is padded.
     real: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "SequenceInput":
+        """The same sequence with its tensors on a device."""
+        return replace(
+            self,
+            ids=self.ids.to(device),
+            labels=self.labels.to(device),
+            position_ids=None if self.position_ids is None else self.position_ids.to(device),
+            real=None if self.real is None else self.real.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """Which tokens have a label, asked once and where asking does not wait for a GPU."""
+
+    any: bool
+    all: bool
+
+    @classmethod
+    def of(cls, labels: torch.Tensor) -> "Labels":
+        """Looks at [T] targets."""
+        is_labelled = labels != IGNORED_LABEL
+        return cls(any=bool(is_labelled.any()), all=bool(is_labelled.all()))
 
 
 def sequence_of(batch: RecordedBatch, index: int) -> SequenceInput:

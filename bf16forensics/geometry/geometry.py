@@ -64,8 +64,19 @@ class Geometry:
                 end = min(num_keys, max(row_end + offset + self.window - 1, 0))
         return min(start, end), end
 
+    def to(self, device: torch.device) -> "Geometry":
+        """The same geometry with its masks and its bias on a device."""
+        masks = ("key_padding", "query_padding", "document_ids", "keep", "bias")
+        known = {name: mask for name in masks if (mask := getattr(self, name)) is not None}
+        return replace(self, **{name: mask.to(device) for name, mask in known.items()}) if known else self
+
     def visible(
-        self, rows: tuple[int, int], keys: tuple[int, int], num_queries: int, num_keys: int
+        self,
+        rows: tuple[int, int],
+        keys: tuple[int, int],
+        num_queries: int,
+        num_keys: int,
+        device: torch.device | None = None,
     ) -> torch.Tensor | None:
         """Visibility of the pairs rows x keys.
 
@@ -74,13 +85,14 @@ class Geometry:
             keys: [start, end) of the keys.
             num_queries: N.
             num_keys: M.
+            device: where the masks of the geometry lie and the result is wanted; None for the CPU.
 
         Returns:
             bool [1 or H, rows, keys], or None when every pair is visible.
         """
         masks: list[torch.Tensor] = []
-        position = torch.arange(rows[0], rows[1])[:, None] + (num_keys - num_queries)
-        key = torch.arange(keys[0], keys[1])[None, :]
+        position = torch.arange(rows[0], rows[1], device=device)[:, None] + (num_keys - num_queries)
+        key = torch.arange(keys[0], keys[1], device=device)[None, :]
         if self.causal and keys[1] > rows[0] + (num_keys - num_queries) + 1:
             masks.append(key <= position)
         if self.window is not None:
@@ -97,7 +109,8 @@ class Geometry:
         for mask in masks:
             combined = mask if combined is None else combined & mask
         if combined is not None:
-            combined = combined[None]
+            # Padding alone is one row or one column, which a caller would count as such.
+            combined = combined.expand(rows[1] - rows[0], keys[1] - keys[0])[None]
         if self.keep is not None:
             block = self.keep[:, rows[0] : rows[1], keys[0] : keys[1]]
             combined = block if combined is None else combined & block
@@ -107,7 +120,7 @@ class Geometry:
         """Sets the scores of invisible pairs to -inf, in place.
 
         Args:
-            scores: [H, rows, keys] scores of the queries `rows` and the keys from `first_key` on.
+            scores: [H, rows, keys] scores of the queries `rows` and the keys from `first_key` on, on the masks' device.
             rows: [start, end) of the queries.
             num_queries: N.
             first_key: first key of the block.
@@ -121,7 +134,7 @@ class Geometry:
         if self._only_causal():
             # Every row of the block sees the keys up to the first row's own: only what follows needs a mask.
             start = min(max(rows[0] + num_keys - num_queries + 1, first_key), end)
-        visible = None if start == end else self.visible(rows, (start, end), num_queries, num_keys)
+        visible = None if start == end else self.visible(rows, (start, end), num_queries, num_keys, scores.device)
         if visible is None:
             return end - first_key
         scores[..., start - first_key :].masked_fill_(~visible, -torch.inf)

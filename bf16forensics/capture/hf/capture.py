@@ -10,10 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from bf16forensics.capture.activations import Activations
+from bf16forensics.capture.device import CPU, device_words, room_on, turn_on
 from bf16forensics.capture.hf.attention import register_attention
+from bf16forensics.capture.hf.held import storages
 from bf16forensics.capture.hf.masks import SequenceMasks
 from bf16forensics.capture.hf.model import HFModel
+from bf16forensics.capture.hf.placed import PlacedWeights
 from bf16forensics.capture.hf.sequence_run import SequenceRun
 from bf16forensics.capture.hf.skeleton import Skeleton
 from bf16forensics.capture.hf.structure import Structure, layer_words, read_structure
@@ -63,13 +68,18 @@ class HFCapture:
     model: HFModel
     activations: Activations
     structure: Structure
+    #: The model's weights on the device where it runs; the records lie there too.
+    placed: PlacedWeights
     _threads: threading.local = field(default_factory=threading.local, repr=False)
     _found: _Found = field(default_factory=_Found, repr=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader must know of how the model is run; more once sequences have been run."""
-        return (*self.structure.notes, *self._found.notes)
+        where = tuple[str, ...]()
+        if self.placed.device.type != "cpu":
+            where = (f"the model ran on {device_words(self.placed.device)}", *self.activations.notes)
+        return (*self.structure.notes, *self._found.notes, *where)
 
     def weights(self, layer: int) -> LayerWeights:
         """W_Q and W_K of a layer by head, FP32; fields None where no linear layer projects to the heads one by one."""
@@ -96,13 +106,17 @@ class HFCapture:
         Raises:
             InputError: the model cannot take the sequence, or does something that a capture cannot follow.
         """
-        room = GRAPH_BUDGET_BYTES if self._found.is_followed else 0
-        run = SequenceRun(self.model, self.structure, self.activations, sequence, graph_bytes=room)
-        with strict_fp32(), _weights_in_place(self.model):
+        device = self.placed.device
+        room = max(GRAPH_BUDGET_BYTES, room_on(device)) if self._found.is_followed else 0
+        apart = storages((*self.model.directory.tensors.values(), *self.placed.kept()))
+        run = SequenceRun(
+            self.model, self.structure, self.activations, sequence.to(device), graph_bytes=room, apart=apart
+        )
+        with turn_on(device), strict_fp32(), _weights_in_place(self.model):
             upstream = run.forward(self.skeleton(), on_loss)
         self._found.add(run.masks)
         for _ in self.structure.layers:
-            with strict_fp32():
+            with turn_on(device), strict_fp32():
                 record, upstream = run.layer(self.skeleton(), upstream)
             yield record
         self._found.is_followed = True
@@ -111,7 +125,7 @@ class HFCapture:
         """The model of the calling thread, made on its first use."""
         found: Skeleton | None = getattr(self._threads, "skeleton", None)
         if found is None:
-            found = Skeleton(self.model, [layer.layer for layer in self.structure.layers])
+            found = Skeleton(self.model, [layer.layer for layer in self.structure.layers], self.placed)
             self._threads.skeleton = found
         return found
 
@@ -130,15 +144,17 @@ def _weights_in_place(model: HFModel) -> Iterator[None]:
         ) from error
 
 
-def hf_capture(model: HFModel, activations: Activations) -> HFCapture:
+def hf_capture(model: HFModel, activations: Activations, device: torch.device = CPU) -> HFCapture:
     """Finds out how a model's attention is built and makes its capture.
 
     Args:
         model: the checked model.
         activations: what it computes in.
+        device: where it runs; its attention is looked at on the CPU.
 
     Raises:
         InputError: the model cannot be captured layer by layer.
     """
     register_attention()
-    return HFCapture(model=model, activations=activations, structure=read_structure(model))
+    placed = PlacedWeights(model.weights, device)
+    return HFCapture(model=model, activations=activations, structure=read_structure(model), placed=placed)

@@ -73,7 +73,8 @@ class SequenceMasks:
         bias = None
         if mask.dtype != torch.bool:
             keep, bias = split_additive_mask(mask)
-            mask = torch.ones((1, 1, 1), dtype=torch.bool).expand(mask.shape) if keep is None else keep
+            every = torch.ones((1, 1, 1), dtype=torch.bool, device=mask.device)
+            mask = every.expand(mask.shape) if keep is None else keep
         for geometry in self._guesses(call, mask):
             if self._equal(geometry, mask):
                 return replace(geometry, bias=bias)
@@ -111,7 +112,7 @@ class SequenceMasks:
         num_queries, num_keys = mask.shape[-2:]
         for start in range(0, num_queries, _ROWS):
             end = min(start + _ROWS, num_queries)
-            visible = geometry.visible((start, end), (0, num_keys), num_queries, num_keys)
+            visible = geometry.visible((start, end), (0, num_keys), num_queries, num_keys, mask.device)
             same = mask[:, start:end] if visible is None else mask[:, start:end] == visible
             if self._real is not None:
                 same = same[:, self._real[start:end]]

@@ -18,7 +18,7 @@ import torch
 from bf16forensics.capture.activations import Activations
 from bf16forensics.capture.hf.attention import AttentionCall, handling
 from bf16forensics.capture.hf.head import LossHead
-from bf16forensics.capture.hf.held import counting, storages
+from bf16forensics.capture.hf.held import counting
 from bf16forensics.capture.hf.masks import SequenceMasks
 from bf16forensics.capture.hf.model import HFModel
 from bf16forensics.capture.hf.skeleton import LayerInput, Observer, RunLayer, Skeleton
@@ -71,6 +71,7 @@ class SequenceRun:
         sequence: SequenceInput,
         *,
         graph_bytes: int = 0,
+        apart: frozenset[int] = frozenset(),
     ) -> None:
         """Starts before the forward pass.
 
@@ -78,9 +79,10 @@ class SequenceRun:
             model: the model.
             structure: how its attention is built.
             activations: what it computes in.
-            sequence: token ids and targets.
+            sequence: token ids and targets, on the device of the skeletons.
             graph_bytes: room for the graphs of layers. Without any, a layer that takes tensors from another one shows
                 itself when it is run again.
+            apart: addresses of storages that do not count as part of a graph, those of the weights.
         """
         self._model = model
         self._structure = structure
@@ -92,7 +94,9 @@ class SequenceRun:
         self._inputs: list[LayerInput] = []
         self._graphs: dict[int, _Layer] = {}
         self._room = graph_bytes
-        self._mapped = storages(model.directory.tensors.values())
+        self._apart = apart
+        labelled = sequence.labels != IGNORED_LABEL
+        self._labelled = None if bool(labelled.all()) else labelled
         #: The geometries of the sequence's attention calls.
         self.masks = SequenceMasks(self._real, sequence.position_ids)
 
@@ -158,7 +162,7 @@ class SequenceRun:
         """A layer's output in the forward pass; with its graph while there is room for more of them."""
         if self._room <= 0 or not self._model.has_output_head:
             return run(given.hidden)
-        with counting(self._mapped) as held:
+        with counting(self._apart) as held:
             ran = self._run(skeleton, index, given.hidden, run)
         held.add(*ran.watched.inputs.values(), *ran.watched.outputs.values())
         self._room -= held.bytes
@@ -243,7 +247,6 @@ class SequenceRun:
     ) -> AttentionRecord:
         if call.q is None or call.k is None or call.v is None or call.geometry is None:
             raise InputError(f"layer {index} of {self._model.family} made no attention call when it was run again")
-        labelled = self._sequence.labels != IGNORED_LABEL
         return AttentionRecord(
             layer=index,
             sequence=self._sequence.index,
@@ -255,6 +258,6 @@ class SequenceRun:
             do=do,
             x=x,
             geometry=call.geometry,
-            labelled=None if bool(labelled.all()) else labelled,
+            labelled=self._labelled,
             query_path=path,
         )

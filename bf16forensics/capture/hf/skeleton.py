@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from bf16forensics.capture.hf.model import HFModel
+from bf16forensics.capture.hf.placed import PlacedWeights
 from bf16forensics.errors import InputError
 
 
@@ -72,10 +73,17 @@ class _Slot:
 class Skeleton:
     """A model of one thread."""
 
-    def __init__(self, model: HFModel, layers: Sequence[str]) -> None:
-        """Args: model, whose weights are put in where they are needed; layers, names of its decoder layers in order."""
+    def __init__(self, model: HFModel, layers: Sequence[str], weights: PlacedWeights) -> None:
+        """Starts empty.
+
+        Args:
+            model: the model.
+            layers: names of its decoder layers in order.
+            weights: its weights on the device where it runs; put in where they are needed.
+        """
         self.module: Any = model.skeleton()
-        self._weights = model.weights
+        _move_tables(self.module, weights.device)
+        self._weights = weights
         self._where = model.directory.path
         self._observer: Observer | None = None
         self._parts: dict[str, Any] = dict(self.module.named_modules())
@@ -90,7 +98,8 @@ class Skeleton:
                 continue
             if isinstance(part, torch.nn.Embedding) and (part is tokens or type(part) is torch.nn.Embedding):
                 # Models ask the table for its device: a table of NaN that takes no memory, where meta would not do.
-                table = torch.nn.Parameter(torch.full((), torch.nan).expand(part.weight.shape), requires_grad=False)
+                nothing = torch.full((), torch.nan, device=weights.device)
+                table = torch.nn.Parameter(nothing.expand(part.weight.shape), requires_grad=False)
                 slot = replace(slots[0], empty=table)
                 slot.clear()
                 part.forward = partial(self._look_up, part, part.forward, slot)  # type: ignore[method-assign]
@@ -141,10 +150,9 @@ class Skeleton:
         return [_Slot(part, key, prefix + key, value) for key, value in own]
 
     def _read(self, slot: _Slot) -> torch.Tensor:
-        stored = self._weights.get(slot.name)
-        if stored is None:
+        values = self._weights.get(slot.name)
+        if values is None:
             raise InputError(f"{self._where}: holds no tensor for {slot.name}, which the forward pass uses")
-        values = stored.float() if stored.is_floating_point() else stored
         # A module may write into its buffers, never into its parameters.
         return values if isinstance(slot.empty, torch.nn.Parameter) else values.clone()
 
@@ -180,7 +188,7 @@ class Skeleton:
     def _look_up(
         self, part: torch.nn.Embedding, original: Callable[..., Any], slot: _Slot, ids: torch.Tensor, *more: Any
     ) -> Any:
-        stored = self._weights.get(slot.name)
+        stored = self._weights.table(slot.name)
         if stored is None:
             raise InputError(f"{self._where}: holds no tensor for {slot.name}, which the forward pass uses")
         rows, places = torch.unique(ids, return_inverse=True)
@@ -188,12 +196,24 @@ class Skeleton:
             out = int(rows[0]) if int(rows[0]) < 0 else int(rows[-1])
             raise InputError(f"{self._where}: {slot.name} has {len(stored)} rows; the batch asks for row {out}")
         padding, part.padding_idx = part.padding_idx, None
-        slot.put(stored[rows].float())
+        slot.put(stored[rows.to(stored.device)].to(ids.device).float())
         try:
             return original(places, *more)
         finally:
             slot.clear()
             part.padding_idx = padding
+
+
+def _move_tables(module: Any, device: torch.device) -> None:
+    """Moves the tensors of a model that are not read from files: tables that its constructor computed."""
+    if device.type == "cpu":
+        return
+    for part in module.modules():
+        # Some models keep a second name for a table, outside the buffers.
+        for place in (part._buffers, part.__dict__):
+            for name, value in place.items():
+                if isinstance(value, torch.Tensor) and not value.is_meta:
+                    place[name] = value.to(device)
 
 
 def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ def query_path(skeleton: Skeleton, layer: LayerStructure, watched: Watched) -> Q
             query = reached.q
         else:
             raise ForensicsError(f"{layer.attention} did not call attention when it was run again")
-    return QueryPath(raw=raw, query=query.float(), columns=layer.query.columns)
+    return QueryPath(raw=raw, query=query.float(), columns=layer.query.columns.to(raw.device))
 
 
 def _reach(call: AttentionCall) -> torch.Tensor:
