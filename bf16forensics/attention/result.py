@@ -3,7 +3,8 @@
 Shapes: H query heads, N queries, D and E head sizes of q/k and v. Everything is float64 unless said otherwise.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -113,3 +114,18 @@ class DualPass:
     #: None without dO, or by a recipe that is a forward pass only.
     delta: DeltaRows | None
     dq: QueryGradients | None
+
+
+def on_device(dual: DualPass, device: torch.device) -> DualPass:
+    """The same result on a device; what comes to the CPU in FP32 becomes float64, as everything there is."""
+    found: DualPass = _on_device(dual, device)
+    return found
+
+
+def _on_device(part: Any, device: torch.device) -> Any:
+    if part is None:
+        return None
+    if not isinstance(part, torch.Tensor):
+        return type(part)(**{field.name: _on_device(getattr(part, field.name), device) for field in fields(part)})
+    moved = part.to(device)
+    return moved.double() if device.type == "cpu" and moved.dtype == torch.float32 else moved

@@ -24,7 +24,7 @@ from bf16forensics.recipe.model import Recipe
 #: Entries of the histogram of bits dropped: 0, 1, 2, and 3 or more.
 DROPPED = 4
 #: A reciprocal, a product and a sum in FP32, each half a step.
-_FP32_NOISE = 3 * 2.0**-24
+FP32_NOISE = 3 * 2.0**-24
 #: Elements (row, feature) that are taken apart at once: what stays in a cache.
 _ELEMENTS = 2**15
 
@@ -120,7 +120,7 @@ def tie_rows(block: TieBlock) -> TieRows | None:
     ones, final = block.ones, block.lp.final
     if final is None:
         return None
-    sums = _empty(ones.rounded.shape)
+    sums = no_ties(ones.rounded.shape)
     if ones.marks is None:
         return sums
     heads, rows = (index.numpy() for index in (ones.rounded > 1).nonzero(as_tuple=True))
@@ -160,7 +160,7 @@ def _reduce(
     found = main_sums(added, smallest, weight, divisor, block.v_format)
     before, after = (part.numpy()[heads, rows].astype(np.float64) for part in (final.before, final.after))
     fmt = format_named(final_format(block.recipe))
-    terms = tie_terms(found.main, found.grid, before, after, fmt, found.odd, _FP32_NOISE)
+    terms = tie_terms(found.main, found.grid, before, after, fmt, found.odd, FP32_NOISE)
     where = torch.from_numpy(heads), torch.from_numpy(rows)
     sums.ones[where] = torch.from_numpy(counts)
     sums.label[where] = torch.from_numpy(np.add.reduceat(_label(keys + block.first_key), starts).view(np.int64))
@@ -209,13 +209,14 @@ def _row_sums(terms: TieTerms) -> dict[str, NDArray[np.generic]]:
     }
 
 
-def _empty(shape: torch.Size) -> TieRows:
+def no_ties(shape: torch.Size, device: torch.device | None = None) -> TieRows:
+    """Sums of rows [H, N] none of which has several ones; `device` None: on the CPU."""
     counts = ("ones", "label", "elements", "halfway", "residues", "same_sign")
     totals = ("error", "law", "residue", "residue_size")
     return TieRows(
-        **{name: torch.zeros(shape, dtype=torch.int64) for name in counts},
-        **{name: torch.zeros(shape, dtype=torch.float64) for name in totals},
-        dropped=torch.zeros((*shape, DROPPED), dtype=torch.int64),
+        **{name: torch.zeros(shape, dtype=torch.int64, device=device) for name in counts},
+        **{name: torch.zeros(shape, dtype=torch.float64, device=device) for name in totals},
+        dropped=torch.zeros((*shape, DROPPED), dtype=torch.int64, device=device),
     )
 
 

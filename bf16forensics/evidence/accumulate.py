@@ -9,10 +9,12 @@ Shapes: H query heads, G key/value heads, E head size of V, D head size of q and
 from dataclasses import dataclass, fields
 
 import numpy as np
+import torch
 
+from bf16forensics.evidence.device_series import DeviceSeries
 from bf16forensics.evidence.gradient import SummedParts
 from bf16forensics.evidence.series import SignedSeries
-from bf16forensics.evidence.summary import MaximaSummary, OutputSummary, RecordSummary
+from bf16forensics.evidence.summary import DeltaSummary, MaximaSummary, OutputSummary, RecordSummary, Rows
 from bf16forensics.evidence.ties import TieSums, add_ties
 
 
@@ -44,6 +46,9 @@ class LayerAccumulator:
     def __init__(self, num_heads: int, max_rows: int) -> None:
         """Args: num_heads H; max_rows no fewer than the rows of all sequences together."""
         self.num_heads = num_heads
+        self._max_rows = max_rows
+        #: Where the signed quantities are added up if they came from a device, until `settle`.
+        self._on_device: DeviceSeries | None = None
         self.delta_err = SignedSeries(num_heads, max_rows)
         self.defect = SignedSeries(num_heads, max_rows)
         self.ds_row_sum = SignedSeries(num_heads, max_rows)
@@ -66,13 +71,7 @@ class LayerAccumulator:
         self.num_sequences += 1
         summary = evidence.summary
         if summary.delta is not None:
-            self.has_delta = True
-            for series, values in (
-                (self.delta_err, summary.delta.delta_err),
-                (self.defect, summary.delta.defect),
-                (self.ds_row_sum, summary.delta.ds_row_sum),
-            ):
-                series.add(values, summary.rows, summary.delta.sign_floor)
+            self._add_delta(summary.delta, summary.rows)
         self._add_maxima(summary.maxima)
         self._add_output(summary.output, evidence.sequence)
         if summary.ties is not None:
@@ -82,6 +81,29 @@ class LayerAccumulator:
         self.key_sum = evidence.key_sum if self.key_sum is None else self.key_sum + evidence.key_sum
         self.key_count += evidence.key_count
         self.nonfinite = [known + new for known, new in zip(self.nonfinite, evidence.nonfinite, strict=True)]
+
+    def settle(self) -> None:
+        """Brings what was added up on a device into the series; call it before they are read."""
+        if self._on_device is not None:
+            for series, totals in zip(self._series, self._on_device.totals(), strict=True):
+                series.load(totals)
+
+    @property
+    def _series(self) -> tuple[SignedSeries, SignedSeries, SignedSeries]:
+        return self.delta_err, self.defect, self.ds_row_sum
+
+    def _add_delta(self, delta: DeltaSummary, rows: Rows) -> None:
+        given = (delta.delta_err, delta.defect, delta.ds_row_sum)
+        if self._on_device is None and not self.has_delta and isinstance(rows, torch.Tensor):
+            self._on_device = DeviceSeries(len(given), self.num_heads, self._max_rows, rows.device)
+        self.has_delta = True
+        if self._on_device is not None:
+            values, counted, floor = torch.stack([_tensor(one) for one in given]), rows, delta.sign_floor
+            self._on_device.add(values, _tensor(counted), _tensor(floor))
+            return
+        # A call that the reference took in the place of a device's pass may come first, and one from the device later.
+        for series, one in zip(self._series, given, strict=True):
+            series.add(_array(one), _array(rows), _array(delta.sign_floor))
 
     def _add_maxima(self, new: MaximaSummary) -> None:
         if self.maxima is None:
@@ -121,3 +143,11 @@ class LayerAccumulator:
             return
         for field in fields(SummedParts):
             getattr(self.gradients, field.name)[...] += getattr(parts, field.name)
+
+
+def _tensor(values: Rows) -> torch.Tensor:
+    return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+
+
+def _array(values: Rows) -> np.ndarray:
+    return values.cpu().numpy() if isinstance(values, torch.Tensor) else values

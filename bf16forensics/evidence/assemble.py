@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bf16forensics.evidence.accumulate import LayerAccumulator
-from bf16forensics.evidence.coupling import MOST_STEPS, StepSpan
+from bf16forensics.evidence.coupling import MOST_STEPS
+from bf16forensics.evidence.gradient_products import StepSpan
 from bf16forensics.evidence.results import (
     GradientCoupling,
     HeadEvidence,
@@ -17,7 +18,7 @@ from bf16forensics.evidence.results import (
     Spectrum,
 )
 from bf16forensics.evidence.series import SignedSeries, undefined_statistics
-from bf16forensics.evidence.statistics import UNDEFINED_SUM_TEST, SumTest
+from bf16forensics.evidence.sign_flips import UNDEFINED_SUM_TEST, SumTest
 from bf16forensics.evidence.summary import MaximaSummary
 from bf16forensics.evidence.ties import TiePoint, tie_statistics
 

@@ -27,11 +27,11 @@ def flat_direction(record: AttentionRecord) -> tuple[np.ndarray, int]:
     total = keys.sum(1).double().repeat_interleave(group, 0)
     path = record.query_path
     if path is None:
-        return total.numpy(), count
+        return total.cpu().numpy(), count
     queries = record.q.shape[1]
     mean = (total / max(count, 1))[:, None, :].expand(-1, queries, -1)
     back = path.pull_back(mean[None])[0].double()
     own = record.geometry.query_padding
     if own is not None:
         back = back * own[None, :, None]
-    return back.sum(1).numpy(), queries if own is None else int(own.sum())
+    return back.sum(1).cpu().numpy(), queries if own is None else int(own.sum())

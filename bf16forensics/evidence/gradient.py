@@ -16,7 +16,11 @@ import numpy as np
 import torch
 
 from bf16forensics.attention.result import DeltaRows, QueryGradients
+from bf16forensics.attention.token_products import token_products
 from bf16forensics.capture.path import QueryPath
+
+#: Matrices of one layer: on the CPU arrays, on any other device tensors.
+Matrices = np.ndarray | torch.Tensor
 
 
 def weight_gradient(dq: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -50,54 +54,61 @@ def delta_part(carrier: torch.Tensor, error: torch.Tensor, x: torch.Tensor) -> t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientParts:
-    """dW_Q of one sequence and the parts of its error, float32 [H, D, C] each (lp minus hp)."""
+    """dW_Q of one sequence and the parts of its error, float32 [H, D, C] each (lp minus hp).
 
-    hp: np.ndarray
+    NumPy arrays where the record lies on the CPU. From any other device they stay there.
+    """
+
+    hp: Matrices
     #: Everything: scores + defect + cast_ds + cast_dq.
-    total: np.ndarray
+    total: Matrices
     #: delta error against full hp, carried by hp's P K.
-    full: np.ndarray
+    full: Matrices
     #: The recipe's P and dP, with a delta that is consistent with them.
-    scores: np.ndarray
+    scores: Matrices
     #: delta defect, carried by the recipe's P K.
-    defect: np.ndarray
-    cast_ds: np.ndarray
-    cast_dq: np.ndarray
+    defect: Matrices
+    cast_ds: Matrices
+    cast_dq: Matrices
     #: sum of |defect| carrier^T x: coherence of the directions without the signs.
-    direction: np.ndarray
+    direction: Matrices
     #: float64 [H]: sums over rows of w = |defect| |carrier| |x| and of w^2.
-    weight_sum: np.ndarray
-    weight_square_sum: np.ndarray
+    weight_sum: Matrices
+    weight_square_sum: Matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummedParts:
     """The parts of one sequence of which only the sum over the batch is wanted; fields as in `GradientParts`."""
 
-    full: np.ndarray
-    scores: np.ndarray
-    cast_ds: np.ndarray
-    cast_dq: np.ndarray
-    direction: np.ndarray
-    weight_sum: np.ndarray
-    weight_square_sum: np.ndarray
+    full: Matrices
+    scores: Matrices
+    cast_ds: Matrices
+    cast_dq: Matrices
+    direction: Matrices
+    weight_sum: Matrices
+    weight_square_sum: Matrices
 
 
 #: Matrices of `SummedParts`.
 SUMMED_MATRICES = ("full", "scores", "cast_ds", "cast_dq", "direction")
 
 
-def summed_parts(parts: GradientParts, into: np.ndarray) -> SummedParts:
+def summed_parts(parts: GradientParts, into: Matrices) -> SummedParts:
     """Copies of what is to be summed, so that the memory of the rest can be given back.
 
     Args:
         parts: of one layer of one sequence.
-        into: float32 [5, H, D, C] to be filled with the matrices; the result's are views of it.
+        into: float32 [5, H, D, C] to be filled with the matrices, on their device; the result's are views of it.
     """
     for target, name in zip(into, SUMMED_MATRICES, strict=True):
         target[...] = getattr(parts, name)
-    sums = {"weight_sum": parts.weight_sum.copy(), "weight_square_sum": parts.weight_square_sum.copy()}
+    sums = {name: _copy(getattr(parts, name)) for name in ("weight_sum", "weight_square_sum")}
     return SummedParts(**dict(zip(SUMMED_MATRICES, into, strict=True)), **sums)
+
+
+def _copy(sums: Matrices) -> Matrices:
+    return sums.clone() if isinstance(sums, torch.Tensor) else sums.copy()
 
 
 def gradient_parts(
@@ -106,10 +117,11 @@ def gradient_parts(
     """The telescope hp -> consistent -> recipe's delta -> dS cast -> dQ cast, as gradients of W_Q.
 
     Differences are taken in float64 before the products, which then run in FP32: their relative error of 1e-6 is far
-    below what the statistics resolve. `weight_gradient` in float64 is what the identities are tested with.
+    below what the statistics resolve. `weight_gradient` in float64 is what the identities are tested with. (A dual pass
+    on a GPU has no float64 stages: there the stages are FP32, and their differences have the noise of two of them.)
 
     Args:
-        delta: delta and its errors.
+        delta: delta and its errors, on the device of everything else.
         dq: dQ in stages.
         x: [N, C] input of the projection.
         path: from the projection's output to q; None where they are the same.
@@ -127,15 +139,23 @@ def gradient_parts(
     )
     heads = dq.hp.shape[0]
     stages = torch.stack([part.float() for part in rows])
-    lengths = rows[-1].norm(dim=-1)
+    lengths = torch.linalg.vector_norm(rows[-1], dim=-1, dtype=torch.float64)
     if path is not None:
         stages = path.pull_back(stages).float()
         lengths = stages[-1].double().norm(dim=-1)
-    products = weight_gradient(stages.flatten(0, 1), x.float()).numpy()
+    products = token_products(stages.flatten(0, 1), x.float())
+    weight = lengths * torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    sums = weight.sum(1), weight.square().sum(1)
+    if products.device.type == "cpu":
+        return _parts(products.numpy(), heads, *(each.numpy() for each in sums))
+    return _parts(products, heads, *sums)
+
+
+def _parts(products: Matrices, heads: int, weight_sum: Matrices, weight_square_sum: Matrices) -> GradientParts:
+    """The products [7 H, D, C] of the stages by name."""
     hp, full, scores, defect, cast_ds, cast_dq, direction = (
-        products[i * heads : (i + 1) * heads] for i in range(len(rows))
+        products[start : start + heads] for start in range(0, len(products), heads)
     )
-    weight = lengths * x.double().norm(dim=-1)
     return GradientParts(
         hp=hp,
         total=scores + defect + cast_ds + cast_dq,
@@ -145,6 +165,6 @@ def gradient_parts(
         cast_ds=cast_ds,
         cast_dq=cast_dq,
         direction=direction,
-        weight_sum=weight.sum(1).numpy(),
-        weight_square_sum=weight.square().sum(1).numpy(),
+        weight_sum=weight_sum,
+        weight_square_sum=weight_square_sum,
     )

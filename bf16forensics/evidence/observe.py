@@ -93,7 +93,7 @@ def observe_sequence(
         Sums and short samples. Padding and fully masked rows take no part, nor does any row of a head that is named in
         `nonfinite` for q, k or v or whose PK is not finite.
     """
-    before = dual.dq.carrier_hp if dual.dq is not None else exact_carrier(record, options.reference)
+    before = dual.dq.carrier_hp.double() if dual.dq is not None else exact_carrier(record, options.reference)
     carrier = carried_back(before, record.query_path)
     rows = dual.maxima.visible > 0
     if record.geometry.query_padding is not None:
@@ -101,7 +101,7 @@ def observe_sequence(
     seen = rows.any(0)
     names = _names(record, carrier, rows, nonfinite)
     withheld = [any(name.startswith(TOUCHES_HEAD) for name in of_head) for of_head in names]
-    rows = rows & ~torch.tensor(withheld)[:, None]
+    rows = rows & ~torch.tensor(withheld).to(rows.device)[:, None]
     if not rows.all():
         carrier = carrier.masked_fill(~rows[..., None], 0.0)
     pairs = draw_pairs(seen, record.sequence)
@@ -130,8 +130,8 @@ def observe_sequence(
         drawn=pair_values(carriers.drawn, carriers.drawn_rows, options.kept),
         rotated_next=rotated_next,
         rotated_drawn=rotated_drawn,
-        unit_sum=torch.bmm(inverse[:, None], carrier)[:, 0].numpy(),
-        units=has_direction.sum(1).numpy(),
+        unit_sum=torch.bmm(inverse[:, None], carrier)[:, 0].cpu().numpy(),
+        units=has_direction.sum(1).cpu().numpy(),
         x=None if record.x is None else input_values(record.x, carriers, seen, pairs, options.kept),
         rows=repeated_rows(record, dual.maxima, rows, options.recipe) if options.recipe.anchored_at_maximum else None,
     )
@@ -143,7 +143,7 @@ def _names(
     """The given names by head, with the first row whose PK is not finite where nothing given explains it."""
     names = list(given or ((),) * record.num_heads)
     broken = ~torch.isfinite(carrier.sum(-1)) & rows
-    for head in broken.any(1).nonzero()[:, 0].tolist():
+    for head in broken.any(1).nonzero()[:, 0].cpu().tolist():
         if not any(name.startswith(TOUCHES_HEAD) for name in names[head]):
             token = int(broken[head].nonzero()[0, 0])
             names[head] = (*names[head], f"PK[{record.sequence}, {head}, {token}]")

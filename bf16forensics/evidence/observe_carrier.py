@@ -23,17 +23,18 @@ def exact_carrier(record: AttentionRecord, reference: str) -> torch.Tensor:
         reference: "fp32" or "fp64", the precision it is computed in.
 
     Returns:
-        float64 [H, N, D]; 0 in rows that see no key. With a soft-cap P is multiplied by its slope, as in dQ.
+        float64 [H, N, D] on the device of the record; 0 in rows that see no key. With a soft-cap P is multiplied by its
+        slope, as in dQ.
     """
     dtype = torch.float64 if reference == "fp64" else torch.float32
     heads, queries, size = record.q.shape
     group, num_keys = heads // record.num_kv_heads, record.k.shape[1]
     at_once = max(1, ELEMENTS_PER_BLOCK // (ROWS_PER_BLOCK * max(num_keys, ROWS_PER_BLOCK)))
-    carrier = torch.zeros(heads, queries, size, dtype=torch.float64)
+    carrier = record.q.new_zeros((heads, queries, size), dtype=torch.float64)
     for first in range(0, heads, at_once):
         span = slice(first, min(first + at_once, heads))
         q = record.q[span].to(dtype)
-        k = record.k[torch.arange(span.start, span.stop) // group].to(dtype)
+        k = record.k[torch.arange(span.start, span.stop, device=record.k.device) // group].to(dtype)
         geometry = record.geometry.for_heads(span)
         for start in range(0, queries, ROWS_PER_BLOCK):
             rows = (start, min(start + ROWS_PER_BLOCK, queries))
@@ -69,7 +70,7 @@ def carried_back(carrier: torch.Tensor, path: QueryPath | None) -> torch.Tensor:
         return carrier
     heads = carrier.shape[0]
     given = carrier.to(path.query.dtype)
-    factor = 1.0 + torch.arange(heads, dtype=given.dtype)[:, None, None] / heads
+    factor = 1.0 + torch.arange(heads, dtype=given.dtype, device=given.device)[:, None, None] / heads
     once, scaled = path.pull_back(torch.stack([given, given * factor]))
     foreign = (scaled - factor * once).flatten(1).norm(dim=1)
     if bool((foreign <= _SEPARATE * scaled.flatten(1).norm(dim=1)).all()):

@@ -90,16 +90,16 @@ def input_values(
         drawn=pair_values(drawn, drawn_both, keep),
         signs_next=pair_values(signs_next, both, keep),
         signs_drawn=pair_values(equal_signs(sign_products(x, *pairs))[None], drawn_both, keep),
-        absolute=taken.abs().sum(0, dtype=torch.float64).numpy(),
-        positive=(taken > 0).sum(0).numpy(),
-        negative=(taken < 0).sum(0).numpy(),
+        absolute=taken.abs().sum(0, dtype=torch.float64).cpu().numpy(),
+        positive=(taken > 0).sum(0).cpu().numpy(),
+        negative=(taken < 0).sum(0).cpu().numpy(),
         tokens=len(taken),
         matrix_next=pair_values(carriers.next * next_, carriers.next_rows, keep),
         matrix_drawn=pair_values(carriers.drawn * drawn, carriers.drawn_rows, keep),
-        column_sum=column_sum.numpy(),
-        column_pairs=column_pairs.long().numpy(),
-        coherent=coherent.numpy(),
-        weight=weight.numpy(),
+        column_sum=column_sum.cpu().numpy(),
+        column_pairs=column_pairs.long().cpu().numpy(),
+        coherent=coherent.cpu().numpy(),
+        weight=weight.cpu().numpy(),
     )
 
 
@@ -112,7 +112,7 @@ def _columns(x: torch.Tensor, carriers: Carriers) -> tuple[torch.Tensor, torch.T
     signs = x.new_zeros(count, dtype=torch.float64)
     for start in range(0, count, _TOKENS):
         end = min(start + _TOKENS, count)
-        first = torch.arange(start, end)
+        first = torch.arange(start, end, device=x.device)
         products = sign_products(x, first, first + 1)
         total += cosines[:, start:end] @ products
         number += defined[:, start:end] @ products.abs()
@@ -134,7 +134,7 @@ def _coherence(x: torch.Tensor, x_norms: torch.Tensor, carriers: Carriers) -> tu
 def _square_of_sum(x: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """|sum of the matrices|^2, float64 [H], from the sum itself."""
     heads, queries, size = vectors.shape
-    total = torch.zeros(heads, size, x.shape[1])
+    total = torch.zeros(heads, size, x.shape[1], device=x.device)
     for start in range(0, queries, _TOKENS):
         tokens = slice(start, start + _TOKENS)
         total += weight_gradient(vectors[:, tokens].float(), x[tokens].float())
@@ -145,7 +145,7 @@ def _square_by_pairs(x: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """The same as a sum over pairs of tokens of (PK . PK')(X . X'): cheaper where tokens are few."""
     heads, queries, _ = vectors.shape
     x, vectors = x.float(), vectors.float()
-    total = torch.zeros(heads, dtype=torch.float64)
+    total = torch.zeros(heads, dtype=torch.float64, device=x.device)
     at_once = max(1, ELEMENTS_PER_BLOCK // (heads * max(queries, 1)))
     for start in range(0, queries, at_once):
         tokens = slice(start, start + at_once)

@@ -48,7 +48,7 @@ def draw_pairs(tokens: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch
         sequence: number of the sequence, which with the seed decides about the pairs.
 
     Returns:
-        int64 [P] positions of the first and of the second token; none with fewer than two tokens.
+        int64 [P] positions of the first and of the second token, on the device of `tokens`; none with fewer than two.
     """
     positions = tokens.nonzero()[:, 0]
     count = len(positions)
@@ -59,7 +59,7 @@ def draw_pairs(tokens: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch
         first = torch.from_numpy(generator.integers(0, count, PAIRS_DRAWN))
         second = torch.from_numpy(generator.integers(0, count - 1, PAIRS_DRAWN))
         second = second + (second >= first)
-    return positions[first], positions[second]
+    return positions[first.to(positions.device)], positions[second.to(positions.device)]
 
 
 def lengths(vectors: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,8 @@ def pair_values(values: torch.Tensor, counted: torch.Tensor, keep: int) -> PairV
         counted: bool [R or 1, P], pairs of which both tokens take part.
         keep: most values to keep for a median.
     """
-    found = values.numpy()
-    taking = np.broadcast_to(counted.numpy(), found.shape)
+    found = values.cpu().numpy()
+    taking = np.broadcast_to(counted.cpu().numpy(), found.shape)
     defined = taking & np.isfinite(found)
     size = min(keep, found.shape[1])
     evenly = np.arange(size) * found.shape[1] // max(size, 1)

@@ -47,13 +47,16 @@ def repeated_rows(record: AttentionRecord, maxima: RowMaxima, rows: torch.Tensor
     """Counts and lists the rows with several maxima of one record.
 
     Args:
-        record: the record (finite).
-        maxima: of its dual pass.
+        record: the record (finite), on any device.
+        maxima: of its dual pass. The scores of its rows are computed again by the reference on the CPU: of a pass on
+            another device they are not the same bits, and the gap says so by as much.
         rows: bool [H, N], rows that take part: neither padding nor fully masked nor withheld.
         recipe: recipe of the dual pass; must anchor rows at their maximum.
     """
-    ones = maxima.ones_rounded * rows
-    exact = maxima.ones_fp32 * rows
+    ones = (maxima.ones_rounded * rows).cpu()
+    exact = (maxima.ones_fp32 * rows).cpu()
+    if record.q.device.type != "cpu" and bool((ones > 1).any()):
+        record = record.to(torch.device("cpu"))
     heads, queries = (index.numpy() for index in (ones > 1).nonzero(as_tuple=True))
     order = np.lexsort((queries, heads, -ones.numpy()[heads, queries]))[:MOST_ROWS]
     counts, exact_counts = ones.numpy(), exact.numpy()

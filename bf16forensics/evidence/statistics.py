@@ -1,6 +1,7 @@
-"""Statistics over sequences: jackknife, U-statistics of vectors given by their Gram matrix, sign-flip tests.
+"""Statistics over sequences: jackknife, U-statistics of vectors given by their Gram matrix, bounds of their mean.
 
-n is the number of sequences. Everything is float64 NumPy.
+n is the number of sequences. Everything is float64 NumPy. What takes a Gram matrix takes those of several heads at
+once, [..., n, n], and gives each of them the same bits as alone.
 """
 
 import math
@@ -9,12 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-#: Sign flips of the test; the smallest p it can give is 1 / (flips + 1).
-NUM_FLIPS = 4000
-_SEED = 0x5EED
 #: Normal quantile of 80 % power.
 _POWER_80 = 0.8416212335729143
-_CONFIDENCE = 0.95
+#: Of every bound and quantile.
+CONFIDENCE = 0.95
 
 
 def student_two_sided(t: float, degrees: int) -> float:
@@ -24,197 +23,121 @@ def student_two_sided(t: float, degrees: int) -> float:
     return float(2.0 * stdtr(degrees, -abs(t)))
 
 
-def mean_and_error(values: np.ndarray) -> tuple[float, float]:
-    """Mean and jackknife standard error (for a mean: standard deviation over sqrt(n)); nan error for n < 2."""
-    if values.size == 0:
-        return math.nan, math.nan
-    error = float(values.std(ddof=1)) / math.sqrt(values.size) if values.size > 1 else math.nan
-    return float(values.mean()), error
+def mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the last axis, [...], and its jackknife standard error; nan error for n < 2.
+
+    For a mean that is the standard deviation over sqrt(n).
+    """
+    n = values.shape[-1]
+    unknown = np.full(values.shape[:-1], math.nan)[()]
+    if n == 0:
+        return unknown, unknown
+    return values.mean(-1), values.std(-1, ddof=1) / math.sqrt(n) if n > 1 else unknown
 
 
-def u_statistic(gram: np.ndarray) -> float:
+def u_statistic(gram: np.ndarray) -> np.ndarray:
     """(sum over i != j of gram[i, j]) / (n (n - 1)): unbiased for |mean|^2 of the vectors behind a Gram matrix.
 
     Args:
-        gram: [n, n]; for two samples paired by sequence, the matrix of their inner products.
+        gram: [..., n, n]; for two samples paired by sequence, the matrix of their inner products.
 
     Returns:
-        The statistic; nan for n < 2.
+        The statistic [...]; nan for n < 2.
     """
-    n = gram.shape[0]
+    n = gram.shape[-1]
     if n < 2:
-        return math.nan
-    return float((gram.sum() - np.trace(gram)) / (n * (n - 1)))
+        return _unknown(gram)
+    return (_total(gram) - trace(gram)) / (n * (n - 1))
 
 
-def null_deviation(gram: np.ndarray) -> float:
-    """Standard deviation of the U-statistic when the vectors' signs are random; nan for n < 2."""
-    n = gram.shape[0]
+def null_deviation(gram: np.ndarray) -> np.ndarray:
+    """Standard deviation of the U-statistic when the vectors' signs are random, [...]; nan for n < 2."""
+    n = gram.shape[-1]
     if n < 2:
-        return math.nan
-    off = float((gram**2).sum() - (np.diag(gram) ** 2).sum())
-    return math.sqrt(2.0 * max(off, 0.0)) / (n * (n - 1))
+        return _unknown(gram)
+    off = _total(gram**2) - (_diagonal(gram) ** 2).sum(-1)
+    return np.sqrt(2.0 * np.maximum(off, 0.0)) / (n * (n - 1))
 
 
-def jackknife_error(gram: np.ndarray) -> float:
-    """Jackknife standard error of `u_statistic` by leaving out one sequence at a time; nan for n < 3."""
-    n = gram.shape[0]
+def jackknife_error(gram: np.ndarray) -> np.ndarray:
+    """Jackknife standard error of `u_statistic`, leaving out one sequence at a time, [...]; nan for n < 3."""
+    n = gram.shape[-1]
     if n < 3:
-        return math.nan
-    off_sum = gram.sum() - np.trace(gram)
-    off_row = gram.sum(1) - np.diag(gram)
-    left_out = (off_sum - 2.0 * off_row) / ((n - 1) * (n - 2))
-    return math.sqrt((n - 1) / n * float(((left_out - left_out.mean()) ** 2).sum()))
+        return _unknown(gram)
+    off_sum = _total(gram) - trace(gram)
+    off_row = gram.sum(-1) - _diagonal(gram)
+    left_out = (off_sum[..., None] - 2.0 * off_row) / ((n - 1) * (n - 2))
+    return np.sqrt((n - 1) / n * ((left_out - left_out.mean(-1)[..., None]) ** 2).sum(-1))
 
 
-def centred_null_deviation(gram: np.ndarray) -> float:
+def centred_null_deviation(gram: np.ndarray) -> np.ndarray:
     """`null_deviation` of the vectors less their mean: the noise alone, where the mean is not small; nan for n < 2."""
-    rows = gram.mean(0, keepdims=True)
-    return null_deviation(gram - rows - rows.T + gram.mean())
+    rows = gram.mean(-2)[..., None, :]
+    return null_deviation(gram - rows - np.swapaxes(rows, -1, -2) + gram.mean((-2, -1))[..., None, None])
 
 
-def variance_along_mean(gram: np.ndarray) -> float:
-    """Variance of the mean vector along its own direction; 0 for vectors without a mean, nan for n < 2.
+def variance_along_mean(gram: np.ndarray) -> np.ndarray:
+    """Variance of the mean vector along its own direction, [...]; 0 for vectors without a mean, nan for n < 2.
 
     Each vector is projected on the mean of the others, so that its own noise does not count as agreement.
     """
-    n, square = gram.shape[0], float(gram.mean())
+    n, square = gram.shape[-1], gram.mean((-2, -1))
     if n < 2:
-        return math.nan
-    projections = (gram.sum(1) - np.diag(gram)) / (n - 1)
-    return float(projections.var(ddof=1)) / (square * n) if square > 0 else 0.0
+        return _unknown(gram)
+    projections = (gram.sum(-1) - _diagonal(gram)) / (n - 1)
+    has_mean = square > 0
+    return np.where(has_mean, projections.var(-1, ddof=1) / np.where(has_mean, square * n, 1.0), 0.0)[()]
 
 
-def signed_root(value: float) -> float:
-    """sign(value) sqrt(|value|)."""
-    return math.copysign(math.sqrt(abs(value)), value)
+def _total(gram: np.ndarray) -> np.ndarray:
+    return gram.reshape(*gram.shape[:-2], -1).sum(-1)
 
 
-def effective_number(weights: np.ndarray) -> float:
-    """(sum w)^2 / sum w^2; nan when all weights are 0."""
-    square = float((weights**2).sum())
-    return float(weights.sum()) ** 2 / square if square > 0 else math.nan
+def _diagonal(gram: np.ndarray) -> np.ndarray:
+    return np.diagonal(gram, axis1=-2, axis2=-1)
 
 
-def sign_matrix(n: int) -> np.ndarray:
-    """[NUM_FLIPS, n] of -1 and 1, the same for every head and every run."""
-    generator = np.random.Generator(np.random.PCG64(_SEED))
-    return generator.integers(0, 2, size=(NUM_FLIPS, n)).astype(np.float64) * 2.0 - 1.0
+def trace(gram: np.ndarray) -> np.ndarray:
+    """Sum of the diagonal, [...]."""
+    return _diagonal(gram).sum(-1)
 
 
-def flipped_statistics(gram: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """U-statistic over its null deviation under every row of signs, [flips]; zeros when the deviation is 0."""
-    n = gram.shape[0]
-    deviation = null_deviation(gram)
-    if n < 2 or not deviation > 0:
-        return np.zeros(signs.shape[0])
-    quadratic = np.einsum("fi,fi->f", signs @ gram, signs)
-    return np.asarray((quadratic - np.trace(gram)) / (n * (n - 1)) / deviation)
+def _unknown(gram: np.ndarray) -> np.ndarray:
+    return np.full(gram.shape[:-2], math.nan)[()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlipTest:
-    """Sign-flip test of one head within its family."""
-
-    #: p of the head alone and family-wise (maximum over heads under common flips).
-    p: float
-    p_adjusted: float
-    #: 95 % quantile of the family's maximum under flips.
-    family_quantile: float
+def signed_root(value: np.ndarray | float) -> np.ndarray:
+    """sign(value) sqrt(|value|), [...]."""
+    return np.copysign(np.sqrt(np.abs(value)), value)
 
 
-#: Result where there is nothing to test.
-UNDEFINED_TEST = FlipTest(p=math.nan, p_adjusted=math.nan, family_quantile=math.nan)
+def effective_number(weights: np.ndarray) -> np.ndarray:
+    """(sum w)^2 / sum w^2 over the last axis, [...]; nan where all weights are 0."""
+    square = (weights**2).sum(-1)
+    is_some = square > 0
+    return np.where(is_some, squared(weights.sum(-1)) / np.where(is_some, square, 1.0), math.nan)[()]
 
 
-def flip_tests(grams: list[np.ndarray]) -> list[FlipTest]:
-    """Tests every head of a family for a non-zero mean vector.
+def squared(values: np.ndarray | float) -> np.ndarray:
+    """value^2 as Python computes it.
 
-    Heads with a non-finite Gram matrix must have left the family before: one of them would spoil every p.
-
-    Args:
-        grams: one [n, n] matrix a head, all of the same n.
-
-    Returns:
-        One result a head; p is nan for n < 2.
+    The last bit of a product may differ from it, and no figure should depend on how many heads were computed at once.
     """
-    if not grams:
-        return []
-    n = grams[0].shape[0]
-    if n < 2:
-        return [UNDEFINED_TEST for _ in grams]
-    signs = sign_matrix(n)
-    flipped = np.stack([flipped_statistics(gram, signs) for gram in grams])
-    observed = np.array([flipped_statistics(gram, np.ones((1, n)))[0] for gram in grams])
-    largest = flipped.max(0)
-    # A flip that restores the data exactly must count although its sum may differ in the last bit.
-    slack = 1e-9 * np.maximum(1.0, np.abs(observed))
-    quantile = float(np.quantile(largest, _CONFIDENCE))
-    return [
-        FlipTest(
-            p=float((1 + (flipped[i] >= observed[i] - slack[i]).sum()) / (NUM_FLIPS + 1)),
-            p_adjusted=float((1 + (largest >= observed[i] - slack[i]).sum()) / (NUM_FLIPS + 1)),
-            family_quantile=quantile,
-        )
-        for i in range(len(grams))
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SumTest:
-    """Two-sided sign-flip test of a sum over sequences."""
-
-    #: p of the head alone and family-wise (maximum over heads under common flips).
-    p: float
-    p_adjusted: float
-
-
-#: Result where there is nothing to test.
-UNDEFINED_SUM_TEST = SumTest(p=math.nan, p_adjusted=math.nan)
-
-
-def sum_tests(sums: np.ndarray) -> list[SumTest]:
-    """Tests every head of a family for a sum that does not average to zero over sequences.
-
-    The statistic is |sum x| / sqrt(sum x^2), whose denominator no flip changes, so heavy tails do no harm. Heads with
-    non-finite sums must have left the family before.
-
-    Args:
-        sums: [F, n] one signed number a head and sequence.
-
-    Returns:
-        One result a head; p is nan for n < 2, and 1 for a head whose sums are all 0.
-    """
-    heads, n = sums.shape
-    if n < 2 or heads == 0:
-        return [UNDEFINED_SUM_TEST for _ in range(heads)]
-    scale = np.sqrt((sums**2).sum(1))
-    scaled = np.divide(sums, scale[:, None], out=np.zeros_like(sums), where=scale[:, None] > 0)
-    flipped = np.abs(sign_matrix(n) @ scaled.T)
-    observed = np.abs(scaled.sum(1))
-    largest = flipped.max(1)
-    # As in `flip_tests`: a flip that restores the data exactly must count.
-    slack = 1e-9 * np.maximum(1.0, observed)
-    return [
-        SumTest(
-            p=float((1 + (flipped[:, i] >= observed[i] - slack[i]).sum()) / (NUM_FLIPS + 1)),
-            p_adjusted=float((1 + (largest >= observed[i] - slack[i]).sum()) / (NUM_FLIPS + 1)),
-        )
-        for i in range(heads)
-    ]
+    flat = [value**2 for value in np.ravel(values).tolist()]
+    return np.array(flat, np.float64).reshape(np.shape(values))[()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """|mean| of the vectors behind a Gram matrix, signed root of the U-statistic, with bounds."""
+    """|mean| of the vectors behind Gram matrices, signed root of the U-statistic, with bounds; [...] each."""
 
-    value: float
-    lower: float
-    upper: float
-    minimum_detectable: float
+    value: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+    minimum_detectable: np.ndarray
 
 
-def bias_bounds(gram: np.ndarray, family_quantile: float) -> Bias:
+def bias_bounds(gram: np.ndarray, family_quantile: np.ndarray | float) -> Bias:
     """Bias with one-sided 95 % bounds and the smallest bias the test would find with 80 % power.
 
     Student's t has n - 1 degrees of freedom. The lower bound lies t standard errors below U, the standard error being
@@ -222,24 +145,29 @@ def bias_bounds(gram: np.ndarray, family_quantile: float) -> Bias:
     would be found no more than t deviations below B^2; the variance of U at B is that of the noise plus 4 B^2 times
     the variance along the mean, so a U that came out low does not shrink its own error bar. It starts from
     max(U, 0): a U-statistic that fell below 0 by chance is no reason to promise less. nan throughout for n < 3.
+
+    Args:
+        gram: [..., n, n].
+        family_quantile: [...] 95 % quantile of the family's maximum under flips.
     """
-    n = gram.shape[0]
+    n = gram.shape[-1]
     if n < 3:
-        value = signed_root(u_statistic(gram)) if n == 2 else math.nan
-        return Bias(value=value, lower=math.nan, upper=math.nan, minimum_detectable=math.nan)
+        unknown = _unknown(gram)
+        value = signed_root(u_statistic(gram)) if n == 2 else unknown
+        return Bias(value=value, lower=unknown, upper=unknown, minimum_detectable=unknown)
     u, deviation = u_statistic(gram), null_deviation(gram)
-    t = float(stdtrit(n - 1, _CONFIDENCE))
-    margin = t * max(jackknife_error(gram), deviation)
+    t = float(stdtrit(n - 1, CONFIDENCE))
+    margin = t * np.maximum(jackknife_error(gram), deviation)
     return Bias(
         value=signed_root(u),
-        lower=math.sqrt(max(u - margin, 0.0)),
-        upper=math.sqrt(_largest_square(gram, max(u, 0.0), t)),
-        minimum_detectable=math.sqrt((family_quantile + _POWER_80) * deviation),
+        lower=np.sqrt(np.maximum(u - margin, 0.0)),
+        upper=np.sqrt(_largest_square(gram, np.maximum(u, 0.0), t)),
+        minimum_detectable=np.sqrt((family_quantile + _POWER_80) * deviation),
     )
 
 
-def _largest_square(gram: np.ndarray, u: float, t: float) -> float:
+def _largest_square(gram: np.ndarray, u: np.ndarray, t: float) -> np.ndarray:
     """The larger root y of (y - u)^2 = t^2 (noise^2 + 4 y v): the upper bound of B^2."""
-    noise = min(null_deviation(gram), centred_null_deviation(gram))
+    noise = np.minimum(null_deviation(gram), centred_null_deviation(gram))
     v = variance_along_mean(gram)
-    return u + 2.0 * t * t * v + t * math.sqrt(noise**2 + 4.0 * u * v + (2.0 * t * v) ** 2)
+    return u + 2.0 * t * t * v + t * np.sqrt(squared(noise) + 4.0 * u * v + squared(2.0 * t * v))

@@ -1,4 +1,4 @@
-"""The gradients of every sequence, kept until their inner products are taken.
+"""The gradients of every sequence on the CPU, kept until their inner products are taken.
 
 A Gram matrix needs every pair of sequences, so the [D, C] matrices of a head stay until the end. They live in memory
 while they fit the budget and in an unnamed temporary file beyond it.
@@ -7,6 +7,7 @@ while they fit the budget and in an unnamed temporary file beyond it.
 import tempfile
 
 import numpy as np
+import torch
 
 #: Bytes of gradients held in memory before a temporary file takes over.
 MEMORY_BUDGET_BYTES = 768 * 2**20
@@ -28,10 +29,31 @@ class GradientStore:
             with tempfile.TemporaryFile(prefix="bf16forensics-") as file:
                 self._data = np.memmap(file, np.float32, "w+", shape=shape)
 
-    def put(self, heads: slice, sequence: int, hp: np.ndarray, defect: np.ndarray, total: np.ndarray) -> None:
+    def empty(self, shape: tuple[int, ...]) -> np.ndarray:
+        """A float32 array, not filled."""
+        return np.empty(shape, np.float32)
+
+    def place(self, values: np.ndarray | torch.Tensor) -> np.ndarray:
+        """Arrays or tensors as arrays."""
+        return values.cpu().numpy() if isinstance(values, torch.Tensor) else values
+
+    def put(
+        self,
+        heads: slice,
+        sequence: int,
+        hp: np.ndarray | torch.Tensor,
+        defect: np.ndarray | torch.Tensor,
+        total: np.ndarray | torch.Tensor,
+    ) -> None:
         """Stores the gradients [H, D, C] of one sequence for a range of heads."""
         for index, values in enumerate((hp, defect, total)):
-            self._data[index, heads, sequence] = values.reshape(values.shape[0], -1)
+            self._data[index, heads, sequence] = self.place(values).reshape(values.shape[0], -1)
+
+    def means(self, kinds: tuple[str, ...], heads: slice, num_sequences: int) -> torch.Tensor:
+        """float64 [kinds, H, D * C]: mean over sequences."""
+        indices = range(heads.start, heads.stop)
+        found = [[self.vectors(kind, index, num_sequences).mean(0) for index in indices] for kind in kinds]
+        return torch.from_numpy(np.array(found))
 
     def vectors(self, kind: str, head: int, num_sequences: int) -> np.ndarray:
         """float64 [n, D * C] of one head."""

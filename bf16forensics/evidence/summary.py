@@ -4,32 +4,39 @@ Shapes: H query heads, N queries, E head size of V. A summary holds [H, N] rows 
 the [D, C] matrices of the gradient live in `gradient.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
-from bf16forensics.attention.result import DualPass
+from bf16forensics.attention.result import DeltaRows, DualPass
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.emulate.rounding import ulp_of
+from bf16forensics.evidence.host import on_host
 from bf16forensics.evidence.ties import TieSums, tie_sums
 
 #: A row's sign counts where |error| exceeds this times sum |dO * O|: below it the order of an FP32 sum decides.
 SIGN_FLOOR = 2.0**-22
 
+#: [H, N] of one record: on the CPU an array, on any other device a tensor.
+Rows = np.ndarray | torch.Tensor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSummary:
-    """Signed per-row quantities of one record, float64 [H, N]; 0 where `RecordSummary.rows` is False."""
+    """Signed per-row quantities of one record, float64 [H, N]; 0 where `RecordSummary.rows` is False.
+
+    NumPy arrays of a record on the CPU. They stay on any other device, where `DeviceSeries` adds them up.
+    """
 
     #: delta_lp - delta_hp.
-    delta_err: np.ndarray
+    delta_err: Rows
     #: delta_lp - rowsum(P_lp * dP) / rowsum(P_lp).
-    defect: np.ndarray
+    defect: Rows
     #: rowsum(dS_lp) before the scale.
-    ds_row_sum: np.ndarray
+    ds_row_sum: Rows
     #: |error| below which a row's sign does not count.
-    sign_floor: np.ndarray
+    sign_floor: Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +85,8 @@ class MaximaSummary:
 class RecordSummary:
     """Everything but the gradients."""
 
-    #: bool [H, N]: rows analysed (neither padding nor fully masked).
-    rows: np.ndarray
+    #: bool [H, N]: rows analysed (neither padding nor fully masked); kept where those of `delta` are.
+    rows: Rows
     delta: DeltaSummary | None
     output: OutputSummary
     maxima: MaximaSummary
@@ -90,37 +97,44 @@ class RecordSummary:
 def summarise(record: AttentionRecord, dual: DualPass, output_format: str) -> RecordSummary:
     """Reduces a dual pass to per-row signed quantities, counts and sums.
 
+    Sums are float64 whatever the dual pass holds. Everything is computed where the record and its dual pass are, and
+    what is small comes to the CPU in one transfer.
+
     Args:
         record: the record (finite).
-        dual: its dual pass.
+        dual: its dual pass, on the same device; its ties may lie on the CPU.
         output_format: format of O ("bf16"), whose ulp the output error is counted in.
     """
-    real = torch.ones(dual.lse_lp.shape[1], dtype=torch.bool)
+    device = dual.lse_lp.device
+    real = torch.ones(dual.lse_lp.shape[1], dtype=torch.bool, device=device)
     if record.geometry.query_padding is not None:
         real = record.geometry.query_padding
     rows = (dual.maxima.visible > 0) & real[None]
+    delta = None if dual.delta is None else _delta(dual.delta, rows)
+    small = on_host(_output(record, dual, rows, output_format) | _maxima(record, dual, rows, real))
+    is_here = device.type == "cpu"
     return RecordSummary(
-        rows=rows.numpy(),
-        delta=_delta(dual, rows),
-        output=_output(record, dual, rows, output_format),
-        maxima=_maxima(record, dual, rows, real),
+        rows=rows.numpy() if is_here else rows,
+        delta=None if delta is None else DeltaSummary(**(on_host(delta) if is_here else delta)),
+        output=OutputSummary(**{field.name: small[field.name] for field in fields(OutputSummary)}),
+        maxima=MaximaSummary(**{field.name: small[field.name] for field in fields(MaximaSummary)}),
         ties=None if dual.ties is None else tie_sums(dual.ties, dual.maxima.ones_rounded, rows),
     )
 
 
-def _delta(dual: DualPass, rows: torch.Tensor) -> DeltaSummary | None:
-    if dual.delta is None:
-        return None
-    defect = dual.delta.defect * rows
-    return DeltaSummary(
-        delta_err=(dual.delta.delta_err * rows).numpy(),
-        defect=defect.numpy(),
-        ds_row_sum=(-defect * dual.delta.p_row_sum).numpy(),
-        sign_floor=(dual.delta.magnitude * SIGN_FLOOR).numpy(),
-    )
+def _delta(delta: DeltaRows, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Fields of `DeltaSummary`."""
+    defect = delta.defect.double() * rows
+    return {
+        "delta_err": delta.delta_err.double() * rows,
+        "defect": defect,
+        "ds_row_sum": -defect * delta.p_row_sum.double(),
+        "sign_floor": delta.magnitude.double() * SIGN_FLOOR,
+    }
 
 
-def _output(record: AttentionRecord, dual: DualPass, rows: torch.Tensor, output_format: str) -> OutputSummary:
+def _output(record: AttentionRecord, dual: DualPass, rows: torch.Tensor, output_format: str) -> dict[str, torch.Tensor]:
+    """Fields of `OutputSummary`."""
     heads, _, features = dual.o_err.shape
     error = dual.o_err * rows[..., None]
     in_ulp = error / ulp_of(dual.o_hp, output_format)
@@ -130,54 +144,60 @@ def _output(record: AttentionRecord, dual: DualPass, rows: torch.Tensor, output_
     largest, position = flat.max(1)
     ulp_there = torch.gather(in_ulp.abs().flatten(1), 1, position[:, None])[:, 0]
     if record.do is None:
-        signs = torch.zeros(heads, features, dtype=torch.float64)
+        signs = torch.zeros(heads, features, dtype=torch.float64, device=error.device)
         counts = signs
     else:
         product = torch.sign(record.do) * torch.sign(error).float()
         signs, counts = product.sum(1).double(), product.abs().sum(1).double()
-    return OutputSummary(
-        ulp_sum=away.sum((1, 2)).numpy(),
-        ulp_count=near.sum((1, 2)).double().numpy(),
-        max_abs=largest.numpy(),
-        max_ulp=ulp_there.numpy(),
-        max_position=torch.where(rows.any(1), position, -1).numpy(),
-        sign_sum=signs.numpy(),
-        sign_count=counts.numpy(),
-    )
+    return {
+        "ulp_sum": away.sum((1, 2), dtype=torch.float64),
+        "ulp_count": near.sum((1, 2)).double(),
+        "max_abs": largest.double(),
+        "max_ulp": ulp_there.double(),
+        "max_position": torch.where(rows.any(1), position, -1),
+        "sign_sum": signs,
+        "sign_count": counts,
+    }
 
 
-def _maxima(record: AttentionRecord, dual: DualPass, rows: torch.Tensor, real: torch.Tensor) -> MaximaSummary:
+def _maxima(record: AttentionRecord, dual: DualPass, rows: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Fields of `MaximaSummary`."""
     maxima = dual.maxima
     repeated = (maxima.ones_rounded > 1) & rows
-    unlabelled = repeated if record.labelled is None else repeated & ~record.labelled[None]
+    unlabelled = torch.zeros_like(repeated) if record.labelled is None else repeated & ~record.labelled[None]
     swamped = maxima.swamped & rows
-    zero = torch.zeros(rows.shape[0], dtype=torch.float64)
-    defect = None if dual.delta is None else dual.delta.defect * rows
-
-    def count(mask: torch.Tensor) -> np.ndarray:
-        return np.asarray(mask.sum(1).numpy())
-
-    def total(values: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-        return np.asarray((zero if values is None else (values * mask).sum(1)).numpy())
-
-    power = None if defect is None else defect.square()
-    return MaximaSummary(
-        ones_fp32=count(maxima.ones_fp32 * rows),
-        ones_rounded=count(maxima.ones_rounded * rows),
-        shared=count(maxima.shared * rows),
-        rows=count(rows),
-        rows_repeated=count(repeated),
-        rows_repeated_unlabelled=count(unlabelled if record.labelled is not None else unlabelled & False),
-        rows_near=count((maxima.near > 1) & rows),
-        rows_fully_masked=count((maxima.visible == 0) & real[None]),
-        rows_padding=count((~real)[None].expand_as(rows)),
-        rows_swamped=count(swamped),
-        pairs=count(maxima.visible * rows),
-        most_ones=(maxima.ones_rounded * rows).amax(1).numpy(),
-        sink_sum=total(maxima.sink, rows),
-        defect_power=total(power, rows),
-        defect_power_swamped=total(power, swamped),
-        defect_sum=total(defect, rows),
-        defect_sum_repeated=total(defect, repeated),
-        score_abs_max=(maxima.score_abs_max * rows).amax(1).numpy(),
-    )
+    if dual.delta is None:
+        defect = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
+    else:
+        defect = dual.delta.defect.double() * rows
+    power = defect.square()
+    numbers = {
+        "ones_fp32": maxima.ones_fp32,
+        "ones_rounded": maxima.ones_rounded,
+        "shared": maxima.shared,
+        "pairs": maxima.visible,
+    }
+    masks = {
+        "rows": rows,
+        "rows_repeated": repeated,
+        "rows_repeated_unlabelled": unlabelled,
+        "rows_near": (maxima.near > 1) & rows,
+        "rows_fully_masked": (maxima.visible == 0) & real[None],
+        "rows_padding": (~real)[None].expand_as(rows),
+        "rows_swamped": swamped,
+    }
+    totals = {
+        "sink_sum": maxima.sink.double() * rows,
+        "defect_power": power,
+        "defect_power_swamped": power * swamped,
+        "defect_sum": defect,
+        "defect_sum_repeated": defect * repeated,
+    }
+    counted = torch.stack(list(numbers.values())) * rows
+    return {
+        **dict(zip(numbers, counted.sum(-1), strict=True)),
+        **dict(zip(masks, torch.stack(list(masks.values())).sum(-1), strict=True)),
+        **dict(zip(totals, torch.stack(list(totals.values())).sum(-1), strict=True)),
+        "most_ones": counted[1].amax(1),
+        "score_abs_max": (maxima.score_abs_max.double() * rows).amax(1),
+    }

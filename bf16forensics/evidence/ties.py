@@ -79,30 +79,29 @@ def tie_sums(ties: TieRows, ones: torch.Tensor, rows: torch.Tensor) -> TieSums:
     """Reduces one record.
 
     Args:
-        ties: of its dual pass.
-        ones: int64 [H, N] keys with P-bar = 1 after rounding.
-        rows: bool [H, N]: rows analysed.
+        ties: of its dual pass, on any device.
+        ones: int64 [H, N] keys with P-bar = 1 after rounding, and
+        rows: bool [H, N]: rows analysed; both on one device.
     """
-    per_row = {field.name: getattr(ties, field.name).numpy() for field in fields(TieRows)}
-    heads, seen = len(per_row["ones"]), rows.numpy()
+    heads = len(ones)
     names = [field.name for field in fields(TieSums) if field.name not in ("dropped", "beyond")]
     sums = {name: np.zeros((heads, len(CLASSES))) for name in names}
     dropped = np.zeros((heads, len(CLASSES), DROPPED))
-    for head, number in zip(*np.nonzero(_members(per_row["ones"], seen).any(-1)), strict=True):
-        least, most = CLASSES[number]
-        own = np.flatnonzero(seen[head] & (per_row["ones"][head] >= least) & (per_row["ones"][head] <= most))
-        of_row = {name: per_row[name][head, own] for name in (*_SUMMED, "label", "dropped")}
-        found = {name: float(of_row[name].sum()) for name in _SUMMED} | _group_sums(of_row)
-        for name, value in (found | {"rows": float(len(own))}).items():
-            sums[name][head, number] = value
-        dropped[head, number] = of_row["dropped"].sum(0)
-    beyond = ((ones > MOST_ONES) & rows).sum(1).double().numpy()
+    where = ((ties.ones >= CLASSES[0][0]) & rows.to(ties.ones.device)).nonzero(as_tuple=True)
+    head_of = where[0].cpu().numpy()
+    per_row = {field.name: getattr(ties, field.name)[where].cpu().numpy() for field in fields(TieRows)}
+    for head in np.unique(head_of):
+        for number, (least, most) in enumerate(CLASSES):
+            own = np.flatnonzero((head_of == head) & (per_row["ones"] >= least) & (per_row["ones"] <= most))
+            if len(own) == 0:
+                continue
+            of_row = {name: per_row[name][own] for name in (*_SUMMED, "label", "dropped")}
+            found = {name: float(of_row[name].sum()) for name in _SUMMED} | _group_sums(of_row)
+            for name, value in (found | {"rows": float(len(own))}).items():
+                sums[name][head, number] = value
+            dropped[head, number] = of_row["dropped"].sum(0)
+    beyond = ((ones > MOST_ONES) & rows).sum(1).double().cpu().numpy()
     return TieSums(**sums, dropped=dropped, beyond=beyond)
-
-
-def _members(ones: NDArray[np.int64], seen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """bool [H, C, N]: which rows belong to which class."""
-    return np.stack([(ones >= least) & (ones <= most) & seen for least, most in CLASSES], 1)
 
 
 def _group_sums(of_row: dict[str, np.ndarray]) -> dict[str, float]:

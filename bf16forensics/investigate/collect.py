@@ -3,6 +3,7 @@
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -13,13 +14,16 @@ from bf16forensics.emulate.strict import single_thread, strict_fp32
 from bf16forensics.evidence.accumulate import LayerAccumulator, SequenceEvidence
 from bf16forensics.evidence.assemble import NOT_TESTED as UNTESTED_DELTA
 from bf16forensics.evidence.assemble import DeltaTests, delta_defined, head_evidence
-from bf16forensics.evidence.coupling import NOT_TESTED, StepSpan, family_tests, gradient_coupling, head_grams
+from bf16forensics.evidence.coupling import MOST_STEPS, NOT_TESTED, family_tests, gradient_couplings
+from bf16forensics.evidence.device_spectrum import device_spectra
+from bf16forensics.evidence.device_store import DeviceGradientStore
 from bf16forensics.evidence.finite import nonfinite_weights
-from bf16forensics.evidence.functional import score_variance
-from bf16forensics.evidence.gradient import SUMMED_MATRICES, GradientParts, SummedParts, summed_parts
-from bf16forensics.evidence.results import GradientCoupling, HeadEvidence
+from bf16forensics.evidence.functional import summed_variance
+from bf16forensics.evidence.gradient import SUMMED_MATRICES, GradientParts, Matrices, SummedParts, summed_parts
+from bf16forensics.evidence.gradient_products import HeadGrams, HeadProducts, StepSpan, head_grams, head_products
+from bf16forensics.evidence.results import GradientCoupling, HeadEvidence, Spectrum
+from bf16forensics.evidence.sign_flips import sum_tests
 from bf16forensics.evidence.spectrum import layer_spectra
-from bf16forensics.evidence.statistics import sum_tests
 from bf16forensics.evidence.store import GradientStore
 from bf16forensics.evidence.ties import TiePoint
 
@@ -54,11 +58,11 @@ class Collector:
         shape = self._shape
         max_rows = shape.num_sequences * shape.num_queries
         self._layers = [LayerAccumulator(shape.num_heads, max_rows) for _ in range(shape.num_layers)]
-        self._store: GradientStore | None = None
+        self._store: GradientStore | DeviceGradientStore | None = None
         self._store_lock = threading.Lock()
         #: By sequence that is not added yet: float32 [L, 5, H, D, C]. In one piece, because small ones that live long
         #: between large ones that do not would keep a third more memory busy than is used.
-        self._summed: dict[int, np.ndarray] = {}
+        self._summed: dict[int, Matrices] = {}
         self.num_sequences = 0
 
     def keep_gradients(self, layer: int, sequence: int, parts: GradientParts) -> SummedParts:
@@ -66,17 +70,28 @@ class Collector:
 
         Any thread may call it, for sequences in any order: gradients of sequences that are never added are not used.
         """
-        heads = self._shape.num_heads
         with self._store_lock:
-            if self._store is None:
-                size = int(np.prod(parts.hp.shape[1:]))
-                self._store = GradientStore(heads * len(self._layers), self._shape.num_sequences, size)
+            store = self._store
+            if store is None:
+                store = self._store = self._new_store(parts)
             if sequence not in self._summed:
-                shape = (len(self._layers), len(SUMMED_MATRICES), *parts.hp.shape)
-                self._summed[sequence] = np.empty(shape, np.float32)
+                self._summed[sequence] = store.empty((len(self._layers), len(SUMMED_MATRICES), *parts.hp.shape))
             into = self._summed[sequence][layer]
-        self._store.put(slice(layer * heads, (layer + 1) * heads), sequence, parts.hp, parts.defect, parts.total)
+        # The reference may have taken a call in the place of a device's pass, or the gradients do not fit there.
+        parts = GradientParts(**{field.name: store.place(getattr(parts, field.name)) for field in fields(parts)})
+        store.put(self._of_layer(layer), sequence, parts.hp, parts.defect, parts.total)
         return summed_parts(parts, into)
+
+    def _new_store(self, parts: GradientParts) -> GradientStore | DeviceGradientStore:
+        heads, n = self._shape.num_heads * len(self._layers), self._shape.num_sequences
+        size = int(np.prod(parts.hp.shape[1:]))
+        if isinstance(parts.hp, torch.Tensor) and DeviceGradientStore.fits(heads, n, size, parts.hp.device):
+            return DeviceGradientStore(heads, n, size, parts.hp.device)
+        return GradientStore(heads, n, size)
+
+    def _of_layer(self, layer: int) -> slice:
+        """The heads of a layer among all heads."""
+        return slice(layer * self._shape.num_heads, (layer + 1) * self._shape.num_heads)
 
     def add(self, layers: tuple[SequenceEvidence, ...]) -> None:
         """Adds one sequence's evidence of every layer."""
@@ -93,9 +108,10 @@ class Collector:
         """
         shape = self._shape
         layers = range(shape.num_layers)
+        for accumulator in self._layers:
+            accumulator.settle()
         weights = [self._source.weights(layer) for layer in layers]
-        with ThreadPoolExecutor(self._workers) as pool:
-            spectra = list(pool.map(lambda layer: layer_spectra(weights[layer], shape.num_heads), layers))
+        spectra = self._spectra(weights)
         nonfinite = [self._nonfinite(layer, weights[layer]) for layer in layers]
         steps = self._steps()
         coupling = self._coupling(probes, nonfinite, steps)
@@ -158,33 +174,61 @@ class Collector:
         """
         if self._store is None:
             return {}
-        heads, n = self._shape.num_heads, self.num_sequences
-        grams = {}
-        for index in range(heads * len(self._layers)):
-            if not nonfinite[index // heads][index % heads]:
-                gram = head_grams(self._store, index, n)
-                grams[index] = gram if gram.finite else gram.undefined()
+        heads = self._shape.num_heads
+        grams: dict[int, HeadGrams] = {}
+        products: dict[int, HeadProducts] = {}
+        for layer in range(len(self._layers)):
+            for head, (gram, own) in self._products(self._store, layer, nonfinite[layer], steps[:MOST_STEPS]).items():
+                grams[layer * heads + head] = gram if gram.finite else gram.undefined()
+                products[layer * heads + head] = own
         family = [index for index, gram in grams.items() if gram.finite]
-        tests = dict(zip(family, family_tests([grams[index] for index in family]), strict=True))
-        functional = self._functional(probes, n)
-        found: dict[int, GradientCoupling] = {}
-        for index, gram in grams.items():
-            layer, head = divmod(index, heads)
-            accumulator = self._layers[layer]
-            if accumulator.gradients is None or accumulator.key_sum is None:
-                continue
-            found[index] = gradient_coupling(
-                self._store,
-                index,
-                gram,
-                tests.get(index, NOT_TESTED),
-                accumulator.gradients,
-                head,
-                accumulator.key_sum[head] / max(accumulator.key_count, 1),
-                steps,
-                functional.get(index, math.nan),
+        tested = family_tests([grams[index] for index in family], self._device)
+        tests = dict(zip(family, tested, strict=True))
+        functional = self._functional(probes)
+        found = gradient_couplings(
+            list(grams.values()),
+            list(products.values()),
+            [tests.get(index, NOT_TESTED) for index in grams],
+            steps,
+            [functional.get(index, math.nan) for index in grams],
+        )
+        return dict(zip(grams, found, strict=True))
+
+    def _products(
+        self,
+        store: GradientStore | DeviceGradientStore,
+        layer: int,
+        nonfinite: list[tuple[str, ...]],
+        steps: tuple[StepSpan, ...],
+    ) -> dict[int, tuple[HeadGrams, HeadProducts]]:
+        """Inner products of the heads of a layer whose inputs are finite, by head; none where it has no gradients."""
+        accumulator, heads = self._layers[layer], self._of_layer(layer)
+        sums, n = accumulator.gradients, self.num_sequences
+        if sums is None or accumulator.key_sum is None:
+            return {}
+        keys = accumulator.key_sum / max(accumulator.key_count, 1)
+        finite = [head for head, names in enumerate(nonfinite) if not names]
+        if isinstance(store, DeviceGradientStore):
+            pairs = list(zip(*store.products(heads, n, sums, keys, steps), strict=True))
+            return {head: pairs[head] for head in finite}
+        return {
+            head: (
+                head_grams(store, heads.start + head, n),
+                head_products(store, heads.start + head, n, sums, head, keys[head], steps),
             )
-        return found
+            for head in finite
+        }
+
+    @property
+    def _device(self) -> torch.device | None:
+        """Where gradients are kept; None for the CPU."""
+        return self._store.device if isinstance(self._store, DeviceGradientStore) else None
+
+    def _spectra(self, weights: list[LayerWeights]) -> list[tuple[Spectrum | None, ...]]:
+        if self._device is not None:
+            return device_spectra(weights, self._shape.num_heads, self._device)
+        with ThreadPoolExecutor(self._workers) as pool:
+            return list(pool.map(lambda own: layer_spectra(own, self._shape.num_heads), weights))
 
     def _steps(self) -> tuple[StepSpan, ...]:
         of_group: dict[int, list[int]] = {}
@@ -192,30 +236,25 @@ class Collector:
             of_group.setdefault(self._shape.groups[index], []).append(index)
         return tuple(StepSpan(step=self._shape.steps[s[0]], sequences=tuple(s)) for s in of_group.values())
 
-    def _functional(self, probes: tuple[AttentionRecord, ...], n: int) -> dict[int, float]:
+    def _functional(self, probes: tuple[AttentionRecord, ...]) -> dict[int, float]:
         """Root of the score variance of the batch's error over that of the batch's gradient, by head index."""
         if self._store is None:
             return {}
         with ThreadPoolExecutor(self._workers) as pool:
             totals = np.concatenate(
-                list(pool.map(lambda layer: self._variances(layer, probes, n), range(len(self._layers)))), axis=1
+                list(pool.map(lambda layer: self._variances(layer, probes), range(len(self._layers)))), axis=1
             )
         error, gradient = totals
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             ratio = np.sqrt(error / gradient)
         return dict(enumerate(ratio.tolist()))
 
-    def _variances(self, layer: int, probes: tuple[AttentionRecord, ...], n: int) -> np.ndarray:
+    def _variances(self, layer: int, probes: tuple[AttentionRecord, ...]) -> np.ndarray:
         """float64 [2, H]: score variance of the batch's error and of its gradient for the heads of a layer."""
         heads = self._shape.num_heads
-        total = np.zeros((2, heads))
         records = [record for record in probes if record.layer == layer and record.x is not None]
         if not records or self._store is None:
-            return total
-        indices = range(layer * heads, (layer + 1) * heads)
-        means = [self._store.vectors(kind, index, n).mean(0) for kind in ("defect", "hp") for index in indices]
-        moves = torch.from_numpy(np.stack(means)).view(2, heads, self._shape.head_size, -1)
+            return np.zeros((2, heads))
+        moves = self._store.means(("defect", "hp"), self._of_layer(layer), self.num_sequences)
         with strict_fp32(), single_thread():
-            for record in records:
-                total += score_variance(record, moves).numpy()
-        return total
+            return summed_variance(records, moves.view(2, heads, self._shape.head_size, -1))

@@ -24,6 +24,8 @@ class InputOptions:
     n_head: int | None = None
     #: "amp-bf16" or "fp32".
     activations: str | None = None
+    #: Where the model ran, "cpu" or "cuda"; None for the CPU.
+    device: str | None = None
     #: Whether pytorch_model.bin files may be read.
     allow_bin: bool | None = None
     #: Record file or folder; None for a checkpoint.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bf16forensics.capture.device import CPU
 from bf16forensics.capture.record import AttentionRecord, LayerWeights
 from bf16forensics.capture.source import RecordSource
 from bf16forensics.geometry.geometry import Geometry
@@ -21,17 +22,17 @@ def kept_records(
 
     Args:
         source: for the projections.
-        probes: records of the first sequences.
+        probes: records of the first sequences, on any device.
         heads: (layer, head) worth keeping, most important first.
         recipe: recipe of the run.
 
     Returns:
-        One record a head, in the order given; empty when nothing was held.
+        One record a head, on the CPU, in the order given; empty when nothing was held.
     """
     return tuple(
         _kept(records, head, source.weights(layer), recipe)
         for layer, head in heads
-        if (records := [record for record in probes if record.layer == layer])
+        if (records := [record.to(CPU) for record in probes if record.layer == layer])
     )
 
 

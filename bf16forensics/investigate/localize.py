@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from bf16forensics.capture.device import any_turn
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.capture.source import RecordSource, SourceShape
 from bf16forensics.emulate.strict import require_ieee, single_thread, strict_fp32
@@ -54,6 +55,8 @@ class HeadsFound:
     probes: tuple[AttentionRecord, ...]
     #: None unless asked for.
     observation: Observation | None
+    #: (layer, why) of the calls that the reference took in the place of the chosen backend, each once, in order.
+    by_reference: tuple[tuple[int, str], ...] = ()
 
 
 def find_heads(
@@ -83,7 +86,8 @@ def find_heads(
     """
     shape = source.shape
     require_ieee()
-    workers = options.workers or usable_cores()
+    # Sequences side by side would only wait for one another on a GPU.
+    workers = options.workers or (1 if options.backend.on_gpu else usable_cores())
     recipe = options.recipe
     collector = Collector(source, workers, ones_counted=recipe.anchored_at_maximum, tie_point=tie_point(recipe))
     observe = observe_options(shape, options.recipe, options.reference) if options.observe else None
@@ -91,6 +95,7 @@ def find_heads(
     probes = _ProbeKeeper(shape)
     losses: list[float] = []
     work = [0.0, 0.0]
+    by_reference: set[tuple[int, str]] = set()
     started = time.perf_counter()
 
     def found(interrupted: bool) -> HeadsFound:
@@ -104,6 +109,7 @@ def find_heads(
             interrupted=interrupted,
             probes=probes.records,
             observation=None if observed is None else observed.result(),
+            by_reference=tuple(sorted(by_reference)),
         )
 
     interrupted = False
@@ -112,13 +118,14 @@ def find_heads(
         results = _run_in_order(job, probes, shape.num_sequences, min(workers, max(shape.num_sequences, 1)))
         try:
             for index, done in enumerate(results):
-                with interrupts_deferred():
+                with interrupts_deferred(), any_turn():
                     collector.add(done.layers)
                     if observed is not None:
                         observed.add(done.observed)
                     probes.keep(done.probes)
                     if done.loss is not None:
                         losses.append(done.loss)
+                    by_reference.update(done.by_reference)
                     work[0] += done.capture_s
                     work[1] += done.evidence_s
                 # A sequence of a large model holds much, and its sums are taken.
@@ -127,7 +134,8 @@ def find_heads(
                     on_progress(SequencesDone(done=index + 1, planned=shape.num_sequences))
                 ends_step = index + 1 == shape.num_sequences or shape.groups[index + 1] != shape.groups[index]
                 if is_decided is not None and ends_step:
-                    so_far = found(False)
+                    with any_turn():
+                        so_far = found(False)
                     if is_decided(so_far):
                         return so_far
         except KeyboardInterrupt:

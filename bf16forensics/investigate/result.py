@@ -25,6 +25,23 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BackendUsed:
+    """What computed the dual pass."""
+
+    #: "reference" or "triton".
+    name: str = "reference"
+    #: "cpu", "cuda (NVIDIA H200)" or "cpu (interpreter)".
+    device: str = "cpu"
+    #: Why it was this one, in one clause.
+    why: str = "asked for"
+    #: Choices of the fused pass ("split" or "ieee"; "shared" or "own"); None for the reference.
+    hp_products: str | None = None
+    lp_products: str | None = None
+    #: Layers whose calls the fused pass does not have, so that the reference computed them.
+    reference_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalizeResult:
     """The evidence of every head, with everything needed to read it."""
 
@@ -75,3 +92,5 @@ class LocalizeResult:
     observation: Observation | None = None
     #: How the input was named, so that it can be captured again; None where that is not known.
     options: InputOptions | None = None
+    #: What computed the dual pass.
+    backend: BackendUsed = BackendUsed()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bf16forensics.attention.dual import dual_pass
+from bf16forensics.attention.backend import REFERENCE, ChosenBackend, run_dual_pass
 from bf16forensics.capture.record import AttentionRecord
 from bf16forensics.capture.source import RecordSource
 from bf16forensics.emulate.strict import single_thread, strict_fp32
@@ -24,7 +24,7 @@ _LAYERS_A_TRIM = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalizeOptions:
-    """How to run; nothing here changes a result except the recipe and the reference."""
+    """How to run; nothing here changes a result except the recipe, the reference and the backend."""
 
     recipe: Recipe
     #: "fp32" or "fp64".
@@ -33,6 +33,8 @@ class LocalizeOptions:
     workers: int | None = None
     #: Whether to make the observation of the paper's appendix D as well.
     observe: bool = False
+    #: What computes the dual pass.
+    backend: ChosenBackend = REFERENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class SequenceDone:
     probes: tuple[AttentionRecord, ...]
     capture_s: float
     evidence_s: float
+    #: (layer, why) of the calls that the reference took in the place of the backend that was chosen.
+    by_reference: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ class SequenceWork:
         layers: list[SequenceEvidence] = []
         observed: list[SequenceObservation] = []
         kept: list[AttentionRecord] = []
+        by_reference: list[tuple[int, str]] = []
         capture_s = evidence_s = 0.0
         with strict_fp32(), single_thread():
             before = time.perf_counter()
@@ -84,10 +89,12 @@ class SequenceWork:
                 capture_s += captured - before
                 if stop.is_set():
                     raise InterruptedError("stopped")
-                evidence, observation = self._evidence(record)
+                evidence, observation, why_reference = self._evidence(record)
                 layers.append(evidence)
                 if observation is not None:
                     observed.append(observation)
+                if why_reference is not None:
+                    by_reference.append((record.layer, why_reference))
                 if keep:
                     kept.append(record)
                 if len(layers) % _LAYERS_A_TRIM == 0:
@@ -102,12 +109,16 @@ class SequenceWork:
             probes=tuple(kept),
             capture_s=capture_s,
             evidence_s=evidence_s,
+            by_reference=tuple(by_reference),
         )
 
-    def _evidence(self, raw: AttentionRecord) -> tuple[SequenceEvidence, SequenceObservation | None]:
+    def _evidence(self, raw: AttentionRecord) -> tuple[SequenceEvidence, SequenceObservation | None, str | None]:
         finite = make_finite(raw)
         record = finite.record
-        dual = dual_pass(record, self.options.recipe, self.options.reference)
+        ran = run_dual_pass(record, self.options.recipe, self.options.reference, self.options.backend)
+        dual = ran.dual
+        # The reference computes on the CPU wherever the record lies.
+        record = record.to(dual.lse_lp.device)
         parts = None
         if dual.delta is not None and dual.dq is not None and record.x is not None:
             whole = gradient_parts(dual.delta, dual.dq, record.x, record.query_path)
@@ -125,4 +136,4 @@ class SequenceWork:
         observation = None
         if self.observe is not None:
             observation = observe_sequence(record, dual, self.observe, finite.nonfinite)
-        return evidence, observation
+        return evidence, observation, ran.why_reference

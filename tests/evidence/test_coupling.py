@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from bf16forensics.evidence.coupling import StepSpan, family_tests, gradient_coupling, head_grams
+from bf16forensics.evidence.coupling import family_tests, gradient_couplings
 from bf16forensics.evidence.gradient import SummedParts
+from bf16forensics.evidence.gradient_products import StepSpan, head_grams, head_products
 from bf16forensics.evidence.results import GradientCoupling
-from bf16forensics.evidence.statistics import bias_bounds, flip_tests, u_statistic
+from bf16forensics.evidence.sign_flips import flip_tests
+from bf16forensics.evidence.statistics import bias_bounds, u_statistic
 from bf16forensics.evidence.store import GradientStore
 
 D, C = 3, 4
@@ -45,17 +47,9 @@ def couple(
         weight_square_sum=np.array([weights[1]]),
     )
     grams = head_grams(store, 0, n)
-    return gradient_coupling(
-        store,
-        0,
-        grams,
-        family_tests([grams])[0],
-        sums,
-        0,
-        np.ones(D) if key_mean is None else key_mean,
-        steps or (StepSpan(step=None, sequences=tuple(range(n))),),
-        0.25,
-    )
+    steps = steps or (StepSpan(step=None, sequences=tuple(range(n))),)
+    products = head_products(store, 0, n, sums, 0, np.ones(D) if key_mean is None else key_mean, steps)
+    return gradient_couplings([grams], [products], family_tests([grams]), steps, [0.25])[0]
 
 
 @pytest.mark.parametrize("budget", [2**30, 0], ids=["memory", "file"])

@@ -9,21 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bf16forensics.evidence import statistics
+from bf16forensics.evidence import sign_flips
+from bf16forensics.evidence.sign_flips import NUM_FLIPS, UNDEFINED_SUM_TEST, flip_tests, sign_matrix, sum_tests
 from bf16forensics.evidence.statistics import (
-    NUM_FLIPS,
-    UNDEFINED_SUM_TEST,
     bias_bounds,
     centred_null_deviation,
     effective_number,
-    flip_tests,
     jackknife_error,
     mean_and_error,
     null_deviation,
-    sign_matrix,
     signed_root,
     student_two_sided,
-    sum_tests,
     u_statistic,
     variance_along_mean,
 )
@@ -313,7 +309,7 @@ def test_the_minimum_detectable_bias_is_found_about_four_times_in_five(
 ) -> None:
     # T3: 250 samples of 32 vectors with a bias of exactly the size named from samples without one; the standard error
     # of the power is 0.025. The noise along the bias itself is not in the formula: it costs a tenth in 40 dimensions.
-    monkeypatch.setattr(statistics, "NUM_FLIPS", 1000)
+    monkeypatch.setattr(sign_flips, "NUM_FLIPS", 1000)
     generator = np.random.Generator(np.random.PCG64(77))
     minimum = []
     for _ in range(40):
