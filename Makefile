@@ -34,7 +34,7 @@ wheel: .venv/.stamp-dev ## Build the wheel into dist/
 # Nothing is installed: for a machine without network whose own Python has torch, triton and pytest.
 # -P keeps the root off sys.path, where ./kernels would shadow the installed package of that name.
 test-gpu: site ## Run the tests that need a GPU on this machine, with $(PYTHON)
-	PYTHONPATH=$(SITE) $(PYTHON) -P -m pytest -m gpu tests/kernels tests/emulate tests/attention
+	PYTHONPATH=$(SITE) $(PYTHON) -P -m pytest -m gpu tests/kernels tests/emulate tests/attention tests/capture/test_capture_gpu.py
 
 # The package as it is laid out when installed: mypy cannot follow the editable install's mapping of `kernels`.
 site:

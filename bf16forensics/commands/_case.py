@@ -159,6 +159,7 @@ def _options(item: Fields) -> "InputOptions":
         first_step=item.optional("first_step", int),
         n_head=item.optional("n_head", int),
         activations=item.optional("activations", str),
+        device=item.optional("device", str),
         allow_bin=item.optional("allow_bin", bool),
         record=item.optional("record", str),
         layout=item.optional("layout", str),

@@ -100,6 +100,9 @@ def _geometry(path: Path, file: "TensorFile", kept: KeptFile) -> "RawGeometry":
 
 
 def _recaptured(case: Case, head: int) -> CaseHead:
+    from bf16forensics.capture.device import CPU
+    from bf16forensics.capture.moved import MovedSource
+
     opened = _open_again(case)
     shape = opened.source.shape
     if (shape.num_layers, shape.num_heads) != (case.num_layers, case.num_heads):
@@ -109,11 +112,16 @@ def _recaptured(case: Case, head: int) -> CaseHead:
         raise InputError(f"{case.directory}: case.json says {case.sequences} sequences, its inputs have "
                          f"{shape.num_sequences}; run localize again with -o")  # fmt: skip
     notes = ["captured again from the inputs of the case, whose hashes are the same"]
+    there, here = (case.options and case.options.device) or "cpu", opened.options.device or "cpu"
+    if there != here:
+        notes.append(f"the case was captured on {there}, which is not here, and again on {here}: the two are different "
+                     "draws of the same rounding noise")  # fmt: skip
     torch_now = _torch_version()
     if case.torch_version not in (None, torch_now):
         notes.append(f"the case was made with torch {case.torch_version}, captured again with {torch_now}: last bits "
                      "may differ")  # fmt: skip
-    return CaseHead(source=opened.source, head=head, sequences=case.sequences, recaptured=True, notes=tuple(notes))
+    source = opened.source if here == "cpu" else MovedSource(opened.source, CPU)
+    return CaseHead(source=source, head=head, sequences=case.sequences, recaptured=True, notes=tuple(notes))
 
 
 def _open_again(case: Case) -> Opened:
@@ -149,6 +157,7 @@ def _inputs(case: Case) -> tuple[ModelInput | None, RecordInput | None]:
             activations=options.activations or "amp-bf16",
             recipe=case.recipe,
             allow_bin=bool(options.allow_bin),
+            device=_device(options.device),
         ), None
     return None, RecordInput(
         path=_found(case, options.record or ""),
@@ -160,6 +169,16 @@ def _inputs(case: Case) -> tuple[ModelInput | None, RecordInput | None]:
         softcap=options.softcap,
         scale=options.scale,
     )
+
+
+def _device(of_case: str | None) -> str:
+    """Where the model runs this time: where it ran for the case, if that is here."""
+    from bf16forensics.capture.device import capture_device
+
+    try:
+        return capture_device(of_case or "cpu").type
+    except InputError:
+        return "cpu"
 
 
 def _found(case: Case, text: str) -> Path:

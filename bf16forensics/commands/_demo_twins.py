@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bf16forensics
+from bf16forensics.attention.backend import REFERENCE
 from bf16forensics.commands._given import ModelInput
 from bf16forensics.commands._localize_run import LocalizeRun
 from bf16forensics.commands._source import open_source
@@ -68,6 +69,7 @@ class Twin:
             opened=opened,
             recipe=recipe,
             reference=_REFERENCE,
+            backend=REFERENCE,
             step_sequences=None,
             threads=threads,
             until_decided=False,

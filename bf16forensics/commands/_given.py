@@ -28,6 +28,8 @@ class ModelInput:
     recipe: "Recipe"
     #: Whether pytorch_model.bin files may be read.
     allow_bin: bool = False
+    #: Where the model runs: "cpu", or "cuda" where there is a GPU.
+    device: str = "cpu"
 
     @property
     def options(self) -> "InputOptions":
@@ -48,6 +50,7 @@ class ModelInput:
             n_head=self.n_head,
             activations=self.activations,
             allow_bin=self.allow_bin,
+            device=self.device,
         )
 
 

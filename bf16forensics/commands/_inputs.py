@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Options that only one of the two kinds of input has.
 RECORD_OPTIONS = ("layout", "dtype", "causal", "window", "softcap", "scale")
-MODEL_OPTIONS = ("batch", "indices", "lines", "first_step", "n_head", "activations", "allow_bin")
+MODEL_OPTIONS = ("batch", "indices", "lines", "first_step", "n_head", "activations", "allow_bin", "device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class GivenInput:
     window: int | None
     softcap: float | None
     scale: float | None
+    #: Where a model runs: "auto", "cpu" or "cuda".
+    device: str = "cpu"
 
     def check(self, context: typer.Context) -> None:
         """Refuses options of the kind of input that is not there.
@@ -55,21 +57,24 @@ class GivenInput:
         if self.record is not None and self.checkpoint is None:
             refuse(context, MODEL_OPTIONS, "a checkpoint")
 
-    def open(self, recipe: "Recipe") -> Opened:
+    def open(self, recipe: "Recipe", *, gpu_computes: bool = False) -> Opened:
         """Opens the input, with a sign of life on a terminal.
 
         Args:
             recipe: recipe that the attention of a mixed-precision model runs by.
+            gpu_computes: whether a GPU computes the dual pass; the device "auto" follows it.
 
         Raises:
             InputError: nothing or too much was given, or what was given cannot be used.
         """
         with reading():
-            return open_source(self._model(recipe), self._record())
+            return open_source(self._model(recipe, gpu_computes), self._record())
 
-    def _model(self, recipe: "Recipe") -> ModelInput | None:
+    def _model(self, recipe: "Recipe", gpu_computes: bool) -> ModelInput | None:
         if self.checkpoint is None:
             return None
+        from bf16forensics.capture.device import capture_device
+
         return ModelInput(
             checkpoint=self.checkpoint,
             batch=self.batch,
@@ -81,6 +86,7 @@ class GivenInput:
             activations=self.activations,
             recipe=recipe,
             allow_bin=self.allow_bin,
+            device=capture_device(self.device, gpu_computes=gpu_computes).type,
         )
 
     def _record(self) -> RecordInput | None:

@@ -10,9 +10,10 @@ from bf16forensics.commands._source import Opened
 from bf16forensics.errors import InterruptedRun
 
 if TYPE_CHECKING:
+    from bf16forensics.attention.backend import ChosenBackend
     from bf16forensics.investigate.keep import KeptRecord
     from bf16forensics.investigate.localize import HeadsFound, SequencesDone
-    from bf16forensics.investigate.result import LocalizeResult
+    from bf16forensics.investigate.result import BackendUsed, LocalizeResult
     from bf16forensics.recipe.model import Recipe
     from bf16forensics.verdict.findings import Judgement
 
@@ -43,6 +44,8 @@ class LocalizeRun:
     opened: Opened
     recipe: "Recipe"
     reference: str
+    #: What computes the dual pass.
+    backend: "ChosenBackend"
     #: Sequences of one optimiser step; None takes those of a recorded line.
     step_sequences: int | None
     threads: int | None
@@ -92,7 +95,8 @@ class LocalizeRun:
         from bf16forensics.report.document import document
         from bf16forensics.report.environment import collect
 
-        environment = collect(tool_version=__version__, threads=self.threads)
+        threads = 1 if self.threads is None and self.backend.on_gpu else self.threads
+        environment = collect(tool_version=__version__, threads=threads, device=self.backend.device)
         built = document(done.result, done.judgement, command=self.command, environment=environment)
         return built if case is None else write_case(case, built, self._kept(done.found, done.judgement), force=force)
 
@@ -109,7 +113,11 @@ class LocalizeRun:
             return find_heads(
                 self.opened.source,
                 LocalizeOptions(
-                    recipe=self.recipe, reference=self.reference, workers=self.threads, observe=self.observe
+                    recipe=self.recipe,
+                    reference=self.reference,
+                    workers=self.threads,
+                    observe=self.observe,
+                    backend=self.backend,
                 ),
                 on_progress,
                 self._is_decided if self.until_decided else None,
@@ -153,10 +161,11 @@ class LocalizeRun:
             no_output_head=opened.no_output_head,
             heads=found.heads,
             unused_tensors=opened.unused_tensors,
-            notes=opened.source.notes,
+            notes=(*opened.source.notes, *_by_reference(found)),
             interrupted=found.interrupted,
             observation=found.observation,
             options=opened.options,
+            backend=self._used(found),
             timing=Timing(
                 load_s=self.load_s,
                 capture_s=found.analysis_s * share,
@@ -164,6 +173,18 @@ class LocalizeRun:
                 analysis_s=found.analysis_s,
                 peak_rss_bytes=_peak_rss_bytes(),
             ),
+        )
+
+    def _used(self, found: "HeadsFound") -> "BackendUsed":
+        from bf16forensics.investigate.result import BackendUsed
+
+        return BackendUsed(
+            name=self.backend.name,
+            device=self.backend.device,
+            why=self.backend.why,
+            hp_products=self.backend.hp_products,
+            lp_products=self.backend.lp_products,
+            reference_layers=tuple(sorted({layer for layer, _ in found.by_reference})),
         )
 
     def _forward_only(self) -> str | None:
@@ -196,6 +217,17 @@ class Analysed:
                 f"interrupted after {self.found.sequences} of {self.result.sequences_planned} sequences; "
                 "the report covers those that were finished"
             )
+
+
+def _by_reference(found: "HeadsFound") -> tuple[str, ...]:
+    """A note for each reason for which the reference took layers in the place of the fused pass."""
+    layers: dict[str, list[str]] = {}
+    for layer, why in found.by_reference:
+        layers.setdefault(why, []).append(str(layer))
+    return tuple(
+        f"computed by the reference: layer{'s' if len(names) > 1 else ''} {', '.join(names)}: {why}"
+        for why, names in layers.items()
+    )
 
 
 def _peak_rss_bytes() -> int:

@@ -22,11 +22,41 @@ class Reference(StrEnum):
     FP64 = "fp64"
 
 
+class Backend(StrEnum):
+    """What computes the dual pass."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TRITON = "triton"
+
+
+class HpProducts(StrEnum):
+    """How the fused pass takes the high-precision product with V."""
+
+    SPLIT = "split"
+    IEEE = "ieee"
+
+
+class LpProducts(StrEnum):
+    """Where the fused pass takes the recipe's product with V from."""
+
+    SHARED = "shared"
+    OWN = "own"
+
+
 class Activations(StrEnum):
     """What the captured model computes in."""
 
     AMP_BF16 = "amp-bf16"
     FP32 = "fp32"
+
+
+class Device(StrEnum):
+    """Where a captured model runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class Layout(StrEnum):
@@ -55,6 +85,24 @@ OutputDir = Annotated[
 
 FailOnOption = Annotated[
     FailOn, typer.Option("--fail-on", help="Lowest severity of a finding that makes the exit code 1.")
+]
+
+# -- what computes --------------------------------------------------------------------------------------------------
+
+BackendOption = Annotated[
+    Backend, typer.Option(help="What computes the dual pass: the fused kernels (triton) or the reference.")
+]
+
+HpProductsOption = Annotated[
+    HpProducts | None,
+    typer.Option(help="Fused pass: P-bar in two BF16 terms, or FP32 products (default split).", show_default=False),
+]
+
+LpProductsOption = Annotated[
+    LpProducts | None,
+    typer.Option(
+        help="Fused pass: the recipe's PV from the first term, or its own chain (default shared).", show_default=False
+    ),
 ]
 
 # -- a checkpoint and its recorded batch --------------------------------------------------------------------------
@@ -93,6 +141,10 @@ AllowBinFlag = Annotated[
 ]
 
 ActivationsOption = Annotated[Activations, typer.Option(help="What the captured model computes in.")]
+
+DeviceOption = Annotated[
+    Device, typer.Option(help="Where the captured model runs; auto: on the GPU where it computes the dual pass.")
+]
 
 # -- a record -----------------------------------------------------------------------------------------------------
 

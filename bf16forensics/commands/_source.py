@@ -68,12 +68,15 @@ def open_model(given: ModelInput) -> Opened:
 
 
 def _activations(given: ModelInput) -> "Activations":
+    from bf16forensics.attention.gpu_attention import GpuAttention
     from bf16forensics.attention.recipe_attention import RecipeAttention
     from bf16forensics.capture.activations import AmpActivations, Fp32Activations
 
     if given.activations == "fp32":
         return Fp32Activations()
-    return AmpActivations(by_recipe=RecipeAttention(given.recipe))
+    on_gpu = given.device != "cpu"
+    by_recipe = GpuAttention(given.recipe) if on_gpu else RecipeAttention(given.recipe)
+    return AmpActivations(by_recipe=by_recipe, on_gpu=on_gpu)
 
 
 def _batch(given: ModelInput, batch: Path, block_size: int, vocab_size: int, iter_num: int | None) -> "RecordedBatch":
@@ -99,6 +102,7 @@ def _batch(given: ModelInput, batch: Path, block_size: int, vocab_size: int, ite
 
 
 def _open_nanogpt(given: ModelInput, recorded: Path) -> Opened:
+    from bf16forensics.capture.device import capture_device
     from bf16forensics.capture.nanogpt import NanoGPTCapture
     from bf16forensics.capture.nanogpt_source import NanoGPTSource
     from bf16forensics.load.files import FileFacts
@@ -113,7 +117,8 @@ def _open_nanogpt(given: ModelInput, recorded: Path) -> Opened:
     facts = FileFacts(
         role="checkpoint", path=checkpoint.path, size_bytes=checkpoint.size_bytes, sha256=checkpoint.sha256
     )
-    capture = NanoGPTCapture(checkpoint=checkpoint, activations=_activations(given))
+    device = capture_device(given.device)
+    capture = NanoGPTCapture(checkpoint=checkpoint, activations=_activations(given), device=device)
     return Opened(
         source=NanoGPTSource(capture=capture, batch=batch),
         kind="nanogpt",
@@ -133,6 +138,7 @@ def _open_nanogpt(given: ModelInput, recorded: Path) -> Opened:
 
 
 def _open_hf(given: ModelInput, recorded: Path) -> Opened:
+    from bf16forensics.capture.device import capture_device
     from bf16forensics.capture.hf.capture import hf_capture
     from bf16forensics.capture.hf.model import load_hf_model
     from bf16forensics.capture.hf.source import HFSource
@@ -142,7 +148,7 @@ def _open_hf(given: ModelInput, recorded: Path) -> Opened:
     model = load_hf_model(given.checkpoint, allow_bin=given.allow_bin)
     positions, entries = model.config.max_position_embeddings, model.config.vocab_size
     batch = _batch(given, recorded, positions, entries, None)
-    source = HFSource(capture=hf_capture(model, _activations(given)), batch=batch)
+    source = HFSource(capture=hf_capture(model, _activations(given), capture_device(given.device)), batch=batch)
     missing = None if model.has_output_head else f"no output head: {given.checkpoint} holds no lm_head and ties none"
     return Opened(
         source=source,

@@ -12,16 +12,22 @@ from bf16forensics.commands._options import (
     Activations,
     ActivationsOption,
     AllowBinFlag,
+    Backend,
+    BackendOption,
     BatchOption,
     CausalFlag,
+    Device,
+    DeviceOption,
     FailOn,
     FailOnOption,
     FirstStepOption,
     ForceFlag,
+    HpProductsOption,
     IndicesOption,
     JsonFlag,
     LayoutOption,
     LinesOption,
+    LpProductsOption,
     NumHeadsOption,
     OutputDir,
     RecordOption,
@@ -32,6 +38,7 @@ from bf16forensics.commands._options import (
     StorageOption,
     WindowOption,
 )
+from bf16forensics.errors import InputError
 
 
 def localize(
@@ -47,6 +54,7 @@ def localize(
     n_head: NumHeadsOption = None,
     allow_bin: AllowBinFlag = False,
     activations: ActivationsOption = Activations.AMP_BF16,
+    device: DeviceOption = Device.AUTO,
     until_decided: Annotated[
         bool,
         typer.Option("--until-decided", help="Stop at the first step after which no head is undecided."),
@@ -65,12 +73,16 @@ def localize(
         str, typer.Option(help="Where the kernel rounds: NAME, NAME+POINT=DTYPE, or a TOML file.")
     ] = "fa2",
     reference: Annotated[Reference, typer.Option(help="Precision of the reference.")] = Reference.FP32,
+    backend: BackendOption = Backend.AUTO,
+    hp_products: HpProductsOption = None,
+    lp_products: LpProductsOption = None,
     step_sequences: Annotated[
         int | None,
         typer.Option(min=1, help="Sequences of one optimiser step (default: those of a recorded line)."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Sequences computed at once (default: one a core).", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Sequences computed at once (default: one a core, 1 on a GPU).", show_default=False),
     ] = None,
     output: OutputDir = None,
     plot: Annotated[
@@ -87,6 +99,7 @@ def localize(
     Either CKPT --batch FILE [--indices FILE --lines A:B], or --record FILE --layout bhtd|bthd. Runs attention by the
     recipe and in high precision on the same tensors, for every head of every layer.
     """
+    from bf16forensics.attention.backend import choose_backend
     from bf16forensics.recipe.derive import resolve
     from bf16forensics.report.case import check_target
 
@@ -112,14 +125,27 @@ def localize(
         window=window,
         softcap=softcap,
         scale=scale,
+        device=device.value,
     )
     given.check(context)
+    computes = choose_backend(
+        backend.value,
+        chosen,
+        reference.value,
+        hp_products=None if hp_products is None else hp_products.value,
+        lp_products=None if lp_products is None else lp_products.value,
+    )
     started = time.perf_counter()
-    opened = given.open(chosen)
+    opened = given.open(chosen, gpu_computes=computes.on_gpu)
+    if computes.on_gpu and opened.options.device == "cuda" and threads not in (None, 1):
+        raise InputError(
+            f"--threads {threads}: a GPU that runs the model too takes one sequence at a time; leave it out"
+        )
     run = LocalizeRun(
         opened=opened,
         recipe=chosen,
         reference=reference.value,
+        backend=computes,
         step_sequences=step_sequences,
         threads=threads,
         until_decided=until_decided,

@@ -49,6 +49,7 @@ def document(
         "findings": judgement.findings,
         "heads": [_head(head, verdicts[head.layer, head.head], judgement) for head in heads],
         "unused_tensors": result.unused_tensors,
+        "backend": result.backend,
         "summary": judgement.summary,
         "verdict_counts": dict(judgement.counts()),
         "ranking": [head_name(*key) for key in judgement.ranking],

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from bf16forensics.investigate.result import LocalizeResult
+from bf16forensics.investigate.result import BackendUsed, LocalizeResult
 from bf16forensics.report.glyphs import Glyphs
 from bf16forensics.report.input_words import files_words
 from bf16forensics.report.layout import BLANK, Line, labelled, shell
@@ -46,6 +46,7 @@ def header(result: LocalizeResult, width: int, glyphs: Glyphs) -> list[Line]:
     shape = result.shape if named else f"{result.kind}: {result.shape}"
     lines += labelled("model", f"{shape}; {_geometry(result)}", width, most=2)
     lines += labelled("recipe", f"{recipe.name} (version {recipe.version}; {basis}); {words}", width, most=4)
+    lines += labelled("backend", _backend(result.backend), width, most=2)
     lines += labelled("data", _data(result), width, most=2)
     for note in result.notes[:_NOTES]:
         lines += labelled("note", note, width, most=2)
@@ -142,6 +143,13 @@ def _part(finding: Finding, field: str, width: int) -> list[Line]:
         return labelled("", f"{field}: {getattr(finding, field)}", width, most=3)
     text = f"{finding.code} {finding.name}: {finding.message}"
     return labelled(finding.severity, text, width, style=_STYLES[finding.severity], most=3)
+
+
+def _backend(used: BackendUsed) -> str:
+    if used.hp_products is None:
+        return f"{used.name} on {used.device} ({used.why})"
+    products = f"high-precision products {used.hp_products}, the recipe's {used.lp_products}"
+    return f"{used.name} on {used.device} ({used.why}); {products}"
 
 
 def _geometry(result: LocalizeResult) -> str:

@@ -135,6 +135,8 @@ def not_checked(result: LocalizeResult) -> tuple[str, ...]:
     if result.unused_tensors:
         missing.append(f"{count(len(result.unused_tensors), 'unused attention tensor')} (BF403)")
     products = "FP32" if result.recipe.arithmetic == "fp32" else result.recipe.arithmetic
+    if result.backend.name != "reference":
+        products = f"{result.backend.name}'s"
     missing.append(f"the kernel on its hardware (recipe {result.recipe.name} was emulated, {products} products)")
     missing.append("errors that travel through dX (dO is taken as given)")
     missing.append("W_K, W_V")
