@@ -100,7 +100,9 @@ def check_stages(case, found):
             ds = p_lp * (dp - dual.delta.delta_lp[..., None]).abs()
             step = scale * 2.0**-7 * (ds[..., None] * size_k[:, None]).amax(-2)
             assert (error <= budget + step).all(), name
-            assert (error > budget + 2.0**-20 * expected.abs()).double().mean() < 0.05, name
+            # So many turn as the noise of P is of a step: with huge scores many do.
+            turned = 0.05 + (noise_p / 2.0**-8).mean().item()
+            assert (error > budget + 2.0**-20 * expected.abs()).double().mean() < turned, name
         else:
             assert (error <= budget).all(), (name, (error / budget).nan_to_num().max().item())
         shares[name] = (error / budget).nan_to_num().max().item()
