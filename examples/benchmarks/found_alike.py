@@ -19,6 +19,7 @@ from bf16forensics.capture.record import AttentionRecord, LayerWeights
 from bf16forensics.capture.source import LossSink, RecordSource, SourceShape
 from bf16forensics.commands._localize_run import Analysed, LocalizeRun
 from bf16forensics.commands._source import Opened
+from bf16forensics.emulate.rounding import round_to
 from bf16forensics.emulate.strict import single_thread, strict_fp32
 from bf16forensics.evidence.results import HeadEvidence, SignedStatistics
 from bf16forensics.geometry.geometry import Geometry
@@ -181,7 +182,7 @@ def _counts(source: HeldSource, one: Analysed, other: Analysed, said: list[str])
             if first == second:
                 continue
             if threshold is not None and a.layer not in budgets:
-                budgets[a.layer] = close_keys(source, a.layer)
+                budgets[a.layer] = close_keys(source, a.layer, one.result.recipe)
             budget = 0 if threshold is None else int(budgets[a.layer][threshold][a.head])
             if abs(first - second) > budget:
                 wrong.append(f"{head_name(a.layer, a.head)}: {what} {first:,} against {second:,}, {budget} keys close")
@@ -204,22 +205,49 @@ def _counted(a: HeadEvidence, b: HeadEvidence) -> Iterator[tuple[str, str | None
         yield "rows_repeated_max", "rounded", a.counts.rows_repeated_max or 0, b.counts.rows_repeated_max or 0
 
 
-def close_keys(source: HeldSource, layer: int) -> dict[str, torch.Tensor]:
-    """int [H] by threshold: keys of all sequences that lie within `SCORE_ERROR` of it, in float64."""
-    found: dict[str, torch.Tensor] = {}
+def close_keys(source: HeldSource, layer: int, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """int [H] by threshold: keys of all sequences whose score decides within `SCORE_ERROR` whether they count."""
+    found = {name: torch.zeros(source.shape.num_heads, dtype=torch.int64) for name in THRESHOLDS}
     for records in source.held:
         record = next(record for record in records if record.layer == layer)
-        group, tokens = record.num_heads // record.num_kv_heads, record.q.shape[1]
         for head in range(record.num_heads):
-            scores = record.q[head].double() @ record.k[head // group].double().mT * record.geometry.scale
-            record.geometry.hide(scores[None], (0, tokens), tokens, 0, tokens)
-            gap = scores - scores.amax(-1, keepdim=True)
-            for name, threshold in THRESHOLDS.items():
-                close = int(((gap - threshold).abs() <= SCORE_ERROR).sum())
-                # Every row's own maximum is 0 nats below itself.
-                close -= tokens if abs(threshold) <= SCORE_ERROR else 0
-                found.setdefault(name, torch.zeros(record.num_heads, dtype=torch.int64))[head] += close
+            raw = record.q[head].double() @ record.k[head * record.num_kv_heads // record.num_heads].double().mT
+            close = _close_gaps if recipe.scores == "fp32" else _close_steps
+            for name, keys in close(raw, record.geometry, recipe).items():
+                found[name][head] += keys
     return found
+
+
+def _close_gaps(raw: torch.Tensor, geometry: Geometry, recipe: Recipe) -> dict[str, int]:
+    """Keys whose distance to the row's maximum lies within `SCORE_ERROR` of a threshold."""
+    scores = _hidden(raw * geometry.scale, geometry)
+    gap = scores - scores.amax(-1, keepdim=True)
+    close = {name: int(((gap - threshold).abs() <= SCORE_ERROR).sum()) for name, threshold in THRESHOLDS.items()}
+    # Every row's own maximum is 0 nats below itself.
+    own = {name: len(raw) if abs(threshold) <= SCORE_ERROR else 0 for name, threshold in THRESHOLDS.items()}
+    return {name: close[name] - own[name] for name in THRESHOLDS}
+
+
+def _close_steps(raw: torch.Tensor, geometry: Geometry, recipe: Recipe) -> dict[str, int]:
+    """The same where scores are stored in BF16: products that near a halfway point move by a whole step.
+
+    Counted are keys that count with the larger scores against the smallest maximum, and do not with the smaller scores
+    against the largest one.
+    """
+    error = SCORE_ERROR / geometry.scale
+    low, high = (_hidden(_stored(raw + sign * error, geometry.scale, recipe), geometry) for sign in (-1.0, 1.0))
+    best = high - low.amax(-1, keepdim=True)
+    worst = low - high.amax(-1, keepdim=True)
+    return {name: int(((best >= limit) & (worst < limit)).sum()) for name, limit in THRESHOLDS.items()}
+
+
+def _stored(raw: torch.Tensor, scale: float, recipe: Recipe) -> torch.Tensor:
+    return round_to(round_to(raw, recipe.scores) * scale, recipe.scores)
+
+
+def _hidden(scores: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    geometry.hide(scores[None], (0, len(scores)), len(scores), 0, scores.shape[-1])
+    return scores
 
 
 def _signs(one: Analysed, other: Analysed, said: list[str]) -> list[str]:

@@ -90,7 +90,7 @@ def test_the_same_run_agrees_and_another_recipe_does_not(alike: ModuleType, held
 def test_a_count_that_differs_needs_close_keys(alike: ModuleType, held: Any) -> None:
     """The budget is counted independently: keys by their float64 gap to the row's maximum."""
     done = alike.analyse(held, resolve("fa2"), REFERENCE, threads=1)
-    budget = alike.close_keys(held, 1)
+    budget = alike.close_keys(held, 1, resolve("fa2"))
     expected = dict.fromkeys(alike.THRESHOLDS, 0)
     for records in held.held:
         record = records[0]
@@ -115,6 +115,23 @@ def test_a_count_that_differs_needs_close_keys(alike: ModuleType, held: Any) -> 
     assert f"but for {expected['fp32']} keys" in said[1]
     _, wrong = alike.compare(held, done, moved(expected["fp32"] + 1))
     assert [line.split(":")[0] for line in wrong] == ["L1.H1"]
+
+
+def test_a_stored_score_near_a_halfway_point_is_close(alike: ModuleType, held: Any) -> None:
+    """One product of a row lies at the point halfway between two BF16 scores, the larger of which is the maximum."""
+    record = held.held[0][0]
+    q, k = torch.zeros_like(record.q), torch.zeros_like(record.k)
+    q[..., 0] = 1.0
+    # 4 and 4 + 2^-6 are scores that BF16 tells apart (step 2^-5: the latter is halfway and goes to the even one).
+    for at, key in ((0, 4.0 + 2.0**-5), (1, 4.0 + 2.0**-6)):
+        k[:, at, 0] = key
+    k[:, 2:, 0] = -4.0
+    moved = replace(held, held=((replace(record, q=q, k=k),),))
+    close = alike.close_keys(moved, record.layer, resolve("paper"))
+    apart = alike.close_keys(moved, record.layer, resolve("fa2"))
+    # Every query but the first sees both keys.
+    assert {name: set(keys.tolist()) for name, keys in close.items()} == {name: {TOKENS - 1} for name in close}
+    assert {name: set(keys.tolist()) for name, keys in apart.items()} == {name: {0} for name in apart}
 
 
 def test_another_sign_and_another_flagged_head_are_told(alike: ModuleType, held: Any) -> None:
