@@ -33,8 +33,9 @@ wheel: .venv/.stamp-dev ## Build the wheel into dist/
 
 # Nothing is installed: for a machine without network whose own Python has torch, triton and pytest.
 # -P keeps the root off sys.path, where ./kernels would shadow the installed package of that name.
+# GPU_WORKERS=12: kernels compile side by side, where pytest-xdist is installed (pytest-benchmark warns beside it).
 test-gpu: site ## Run the tests that need a GPU on this machine, with $(PYTHON)
-	PYTHONPATH=$(SITE) $(PYTHON) -P -m pytest -m gpu tests/kernels tests/emulate tests/attention tests/capture/test_capture_gpu.py
+	PYTHONPATH=$(SITE) $(PYTHON) -P -m pytest -m gpu $(if $(GPU_WORKERS),-n $(GPU_WORKERS) -p no:benchmark) tests/kernels tests/emulate tests/attention tests/capture/test_capture_gpu.py
 
 # The package as it is laid out when installed: mypy cannot follow the editable install's mapping of `kernels`.
 site:

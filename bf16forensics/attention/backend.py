@@ -20,9 +20,6 @@ BACKENDS = ("auto", "reference", "triton")
 HP_PRODUCTS = ("split", "ieee")
 LP_PRODUCTS = ("shared", "own")
 
-#: Lowest compute capability whose matrix unit multiplies BF16.
-_CAPABILITY = (8, 0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenBackend:
@@ -166,13 +163,14 @@ def _why_not_triton(wanted: str, recipe: Recipe, reference: str) -> str | None:
     """One clause on what stands in the way of the fused pass, with what to do about it; None for nothing."""
     from bf16forensics.attention.fused_recipe import why_not_fused
     from bf16forensics.attention.kernel_rounding import INTERPRET_VARIABLE, is_interpreting
+    from bf16forensics.capture.device import why_no_gpu
 
     def triton() -> str | None:
         return None if _has_triton() else "Triton is not installed; install bf16forensics[gpu]"
 
     def machine() -> str | None:
         if not is_interpreting():
-            return _why_no_gpu()
+            return why_no_gpu()
         return None if wanted == "triton" else f"{INTERPRET_VARIABLE} is set, and interpreting kernels is for tests"
 
     def precision() -> str | None:
@@ -190,25 +188,3 @@ def _has_triton() -> bool:
     except ImportError:
         return False
     return True
-
-
-def _why_no_gpu() -> str | None:
-    import warnings
-
-    import torch
-
-    # A driver that is too old or broken warns; the answer is the same.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if not torch.cuda.is_available():
-            return "no CUDA device"
-    if torch.version.cuda is None:
-        return "the fused pass runs on NVIDIA GPUs only"
-    capability = torch.cuda.get_device_capability()
-    if capability >= _CAPABILITY:
-        return None
-    needed = ".".join(map(str, _CAPABILITY))
-    return (
-        f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and BF16 products "
-        f"need {needed}"
-    )

@@ -43,12 +43,30 @@ def capture_device(wanted: str, *, gpu_computes: bool = False) -> torch.device:
         raise InputError(f"unknown --device {wanted!r}; choose one of {', '.join(DEVICES)}")
     if wanted == "cpu" or (wanted == "auto" and not gpu_computes):
         return CPU
-    missing = _why_no_gpu()
+    missing = why_no_gpu()
     if missing is not None:
         raise InputError(f"--device {wanted}: {missing}; use --device cpu")
     device = torch.device("cuda", torch.cuda.current_device())
     require_ieee(device)
     return device
+
+
+def why_no_gpu() -> str | None:
+    """One clause on why no GPU here computes, which takes an NVIDIA one with BF16 products; None where one does."""
+    # A driver that is too old or broken warns; the answer is the same.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+    if torch.version.cuda is None:
+        return "the GPU is not NVIDIA's"
+    capability = torch.cuda.get_device_capability()
+    if capability < _CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and BF16 products "
+            f"need {_CAPABILITY[0]}.{_CAPABILITY[1]}"
+        )
+    return None
 
 
 def device_words(device: torch.device) -> str:
@@ -118,20 +136,3 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from _tensors(getattr(value, field.name))
-
-
-def _why_no_gpu() -> str | None:
-    # A driver that is too old or broken warns; the answer is the same.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if not torch.cuda.is_available():
-            return "no CUDA device"
-    if torch.version.cuda is None:
-        return "the GPU is not NVIDIA's"
-    capability = torch.cuda.get_device_capability()
-    if capability < _CAPABILITY:
-        return (
-            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and BF16 products "
-            f"need {_CAPABILITY[0]}.{_CAPABILITY[1]}"
-        )
-    return None

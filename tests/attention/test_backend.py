@@ -39,7 +39,7 @@ MACHINES = [
     ({}, None),
     ({"triton": False}, "Triton is not installed; install bf16forensics[gpu]"),
     ({"capability": None}, "no CUDA device"),
-    ({"cuda": None}, "the fused pass runs on NVIDIA GPUs only"),
+    ({"cuda": None}, "the GPU is not NVIDIA's"),
     ({"capability": (7, 5)}, "GPU has compute capability 7.5, and BF16 products need 8.0"),
     ({"capability": (8, 0)}, None),
 ]
