@@ -94,7 +94,8 @@ def choose_backend(
     if missing is None:
         return _fused(wanted, hp_products or "split", lp_products or "shared")
     if wanted == "triton":
-        raise InputError(f"--backend triton: {missing}")
+        remedy = "" if ";" in missing else "; use --backend auto or reference"
+        raise InputError(f"--backend triton: {missing}{remedy}")
     for option, value in (("hp-products", hp_products), ("lp-products", lp_products)):
         if value is not None:
             raise InputError(f"--{option} {value} is a choice of the fused pass, and the reference runs: {missing}")

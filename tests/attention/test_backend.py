@@ -73,7 +73,9 @@ def test_triton_that_cannot_run_is_an_error(machine, given, missing):
         return
     with pytest.raises(InputError) as caught:
         choose_backend("triton", FA2, "fp32")
-    assert str(caught.value) == f"--backend triton: {missing}"
+    # Every one ends with what to do.
+    remedy = "" if given == {"triton": False} else "; use --backend auto or reference"
+    assert str(caught.value) == f"--backend triton: {missing}{remedy}"
 
 
 @pytest.mark.parametrize(
